@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckptctl.cli.schema import list_documents
+from ckptctl.cli.schema import get_documents_by_name
 from ckptctl.documents import Document, DocumentForm
 
 PAGE = Path(__file__).parent / "reference" / "json.md"
@@ -28,7 +28,7 @@ schema and the field `schema` end with the schema number.
 
 def render() -> str:
     """Return the page."""
-    every = sorted(list_documents().values(), key=lambda one: one.name == "error")
+    every = sorted(get_documents_by_name().values(), key=lambda one: one.name == "error")
     return "\n".join([HEAD, *(line for one in every for line in _document(one, every))])
 
 

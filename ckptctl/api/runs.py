@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.runs import removal
-from ckptctl.runs.listing import Newest, RunFolder, find_newest, read_run
+from ckptctl.runs.listing import Newest, RunFolder, find_newest_checkpoint, read_run
 from ckptctl.runs.removal import PrunePlan, PruneResult
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.runs.run_store import open_run_store
@@ -34,7 +34,7 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    return find_newest(_refresh_run(root))
+    return find_newest_checkpoint(_refresh_run(root))
 
 
 def _refresh_run(root: AnyPath) -> TreePath:
@@ -77,5 +77,5 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
     policy, thin = options.build_policy(), options.thin is not None
     plan = removal.plan_prune(check_location(root), policy, force=options.force, thin=thin)
     result = removal.run_prune(plan)
-    result.require_all()
+    result.require_no_failures()
     return result

@@ -181,7 +181,7 @@ class Command:
         )
         register(function)
 
-    def list_declared(self) -> tuple[DeclaredOption, ...]:
+    def list_declared_options(self) -> tuple[DeclaredOption, ...]:
         """List the options that the function declares, in the order of its parameters."""
         by_name = {declaration.name: declaration for declaration in list_options(self.run)}
         options = (
@@ -198,7 +198,7 @@ class Command:
 
     def list_parameters(self) -> tuple[DeclaredOption, ...]:
         """List all options of the command, including ``--format`` and ``--color``."""
-        return (*self.list_declared(), *([FORM] if self.has_rows else []), COLOR)
+        return (*self.list_declared_options(), *([FORM] if self.has_rows else []), COLOR)
 
     def _make_typer_function(self, declarations: Sequence[DeclaredOption]) -> Callable[..., None]:
         """Build the function that Typer inspects and calls, with one parameter per option."""

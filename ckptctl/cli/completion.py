@@ -37,7 +37,7 @@ def print_completions(complete: Callable[[], Any]) -> None:
     """
     captured, prefix = io.StringIO(), ""
     if os.environ[COMPLETE_VARIABLE] == "complete_bash":
-        prefix = _join_words()
+        prefix = _rejoin_split_words()
     code: object = 0
     try:
         with (
@@ -55,7 +55,7 @@ def print_completions(complete: Callable[[], Any]) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _join_words() -> str:
+def _rejoin_split_words() -> str:
     """Rejoin words that bash split in the environment, and return the part that bash keeps."""
     words = os.environ.get("COMP_WORDS", "").split("\n")
     current = int(os.environ.get("COMP_CWORD", "0"))

@@ -18,7 +18,7 @@ from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restor
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
-from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks
+from ckptctl.ranks.coordinator import RankCollectives, run_on_all_ranks
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
 from ckptctl.storage.outcome import OutOfRange, describe_out_of_range, describe_rounding
@@ -57,19 +57,19 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
     run_or_show_plan("convert", output, plan, dst, run, ranks)
 
 
-def make_plan(ranks: Coordinator, plan_work: Callable[[], T], dst: TreePath | None) -> T:
+def make_plan(ranks: RankCollectives, build_plan: Callable[[], T], dst: TreePath | None) -> T:
     """Build the plan on every rank, and raise on all if one rank fails.
 
     Args:
         ranks: Ranks that will execute the plan.
-        plan_work: Function that builds the plan.
+        build_plan: Function that builds the plan.
         dst: Destination next to which stale staging files are removed if the plan is refused, or
             None to leave them.
     """
     from ckptctl.storage.publish import clean_up_if_refused
 
     with clean_up_if_refused(dst if ranks.rank == 0 else None):
-        return run_on_all_ranks(ranks, plan_work)
+        return run_on_all_ranks(ranks, build_plan)
 
 
 def run_or_show_plan(
@@ -78,7 +78,7 @@ def run_or_show_plan(
     plan: ConversionPlan,
     dst: TreePath,
     options: RunOptions,
-    ranks: Coordinator,
+    ranks: RankCollectives,
     *extra_results: Result,
 ) -> None:
     """Execute *plan* and show the result, or only show the plan for ``--dry-run``.
@@ -93,9 +93,9 @@ def run_or_show_plan(
         extra_results: Additional results for ``--json``.
     """
     output.print_statement(plan.statement)
-    shortfall = _missing_items_error(plan, dst) if plan.missing else None
-    if shortfall and ranks.rank == 0 and output.mode != "json":
-        output.print_error(shortfall)
+    missing_error = _missing_items_error(plan, dst) if plan.missing else None
+    if missing_error and ranks.rank == 0 and output.mode != "json":
+        output.print_error(missing_error)
     for warning in plan.warnings:
         output.print_warning(warning)
     for note in plan.notes:
@@ -121,16 +121,16 @@ def run_or_show_plan(
             rows=_list_result_rows(result, dst),
             human=lambda: _show_result(output, result, dst),
         )
-    if shortfall and output.mode == "json" and ranks.rank == 0:
-        raise shortfall
-    if shortfall:  # already printed, except in JSON mode
-        raise typer.Exit(shortfall.exit_code)
+    if missing_error and output.mode == "json" and ranks.rank == 0:
+        raise missing_error
+    if missing_error:  # already printed, except in JSON mode
+        raise typer.Exit(missing_error.exit_code)
     if options.dry_run and not obstacles:
         output.print_hint(f"run it with `{format_command_line()}`")
 
 
 def _run_plan(
-    output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool, ranks: Coordinator
+    output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool, ranks: RankCollectives
 ) -> ConversionResult:
     """Execute *plan*, asking the user first before an upload to the Hub or a restart."""
     from ckptctl.storage.unfinished import UnfinishedWorkError
@@ -184,7 +184,9 @@ def _confirm_upload(output: Printer, plan: ConversionPlan, dst: TreePath, yes: b
         raise RefusedError("nothing was uploaded", where=str(dst))
 
 
-def _execute_plan(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
+def _execute_plan(
+    output: Printer, plan: ConversionPlan, ranks: RankCollectives
+) -> ConversionResult:
     """Execute *plan*. On Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import find_resumable_output
@@ -208,7 +210,7 @@ def _execute_plan(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> 
         ) from None
 
 
-def _confirm_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
+def _confirm_restart(output: Printer, error: CkptError, ranks: RankCollectives) -> None:
     """Ask whether to discard partial output, and raise *error* unless the user agrees."""
     if get_typed_words() and "--resume" not in get_typed_words():
         resumed, restarted = format_command_line("--resume"), format_command_line("--restart")

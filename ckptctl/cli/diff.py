@@ -116,7 +116,7 @@ def _list_facts(difference: Difference) -> Iterator[Row]:
 
 
 def _make_row(
-    tensor: TensorDifference, difference: Difference, number: Callable[[float], str]
+    tensor: TensorDifference, difference: Difference, format_number: Callable[[float], str]
 ) -> tuple[str, ...]:
     kinds = {
         "shape": f"shape {list(tensor.shape_a)} {list(tensor.shape_b)}",
@@ -133,7 +133,7 @@ def _make_row(
     nonfinite = "-" if difference.bitwise else f"{errors.nonfinite:,}"
     counts = f"{errors.differing:,} of {errors.count:,}", nonfinite
     worst = "-" if errors.worst is None else str(list(errors.worst))
-    largest = ("-" if x is None else number(x) for x in (errors.max_abs, errors.max_rel))
+    largest = ("-" if x is None else format_number(x) for x in (errors.max_abs, errors.max_rel))
     return tensor.name, differing, *counts, *largest, worst
 
 

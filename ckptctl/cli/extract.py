@@ -46,7 +46,7 @@ def extract(
     Only the extracted bytes are read. Without --output, no file is written, and the shape, dtype
     and corner values are shown.
     """
-    from ckptctl.verbs.extraction.extract import MAX_SHOWN
+    from ckptctl.verbs.extraction.extract import MAX_PREVIEWS
     from ckptctl.verbs.extraction.extract import extract_tensors as op
 
     output = Printer(json, quiet)
@@ -65,7 +65,7 @@ def extract(
     )
     if not result.output and any(extracted.preview is None for extracted in result.tensors):
         output.print_note(
-            f"values are only shown for up to {MAX_SHOWN} tensors; {len(result.tensors):,} match"
+            f"values are only shown for up to {MAX_PREVIEWS} tensors; {len(result.tensors):,} match"
         )
 
 

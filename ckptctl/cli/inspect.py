@@ -103,7 +103,9 @@ def inspect(
     output = Printer(json, quiet, header=not no_header)
     inspection = op.inspect_checkpoint(path, options, partial(show_progress, output, "reading"))
     single_only = {"--tensors": show.tensors, "--markdown": markdown}
-    op.require_single(inspection, [name for name, is_given in single_only.items() if is_given])
+    op.require_single_checkpoint(
+        inspection, [name for name, is_given in single_only.items() if is_given]
+    )
     selected = op.select_tensors(inspection.tensors, options.include)
     if json:
         output.print_document("inspect", replace(inspection, tensors=tuple(selected)))
@@ -177,7 +179,9 @@ def _warn_incomplete(output: Printer, inspection: Inspection) -> None:
     """Warn that a checkpoint, or some checkpoints of a run, are not complete."""
     if not inspection.checkpoints:
         if output.mode != "human":  # on a terminal, it is listed below the headline
-            output.print_warning(f"{inspection.verdict}: {_format_first(inspection.problems)}")
+            output.print_warning(
+                f"{inspection.verdict}: {_format_first_problem(inspection.problems)}"
+            )
         return
     count = pluralize(len(inspection.checkpoints), "checkpoint")
     verb = "is" if len(inspection.problems) == 1 else "are"
@@ -208,7 +212,7 @@ def _print_run(output: Printer, inspection: Inspection) -> None:
             member.format or "unreadable",
             listing.format_size(output, member.nbytes) if member.format else "",
             StyledText(
-                f"{member.verdict}: {_format_first(member.problems)}"
+                f"{member.verdict}: {_format_first_problem(member.problems)}"
                 if member.problems
                 else str(member.verdict),
                 VERDICT_STYLES[member.verdict],
@@ -311,6 +315,6 @@ def _format_leaves(inspection: Inspection) -> str:
     return ", ".join(texts) + (f" and {more_count:,} more" if more_count > 0 else "")
 
 
-def _format_first(problems: Sequence[str]) -> str:
+def _format_first_problem(problems: Sequence[str]) -> str:
     more_count = len(problems) - 1
     return problems[0] + (f" (and {more_count:,} more)" if more_count else "")

@@ -31,12 +31,12 @@ def latest(
     Newer checkpoints that are skipped are reported on stderr with the reason. The command fails if
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
-    from ckptctl.runs.entries import list_last_without_step
-    from ckptctl.runs.listing import find_newest
+    from ckptctl.runs.entries import list_last_ckpts_without_step
+    from ckptctl.runs.listing import find_newest_checkpoint
     from ckptctl.runs.protections import Pointers
 
     output = Printer(json, quiet)
-    result = find_newest(root)
+    result = find_newest_checkpoint(root)
     chosen = result.chosen
     if json:
         output.print_document("latest", result)
@@ -47,7 +47,7 @@ def latest(
         output.print_note(f"`{chosen.name}` {MISSING_PART_NOTE.format(chosen.lacks)}")
     for checkpoint in result.skipped:
         output.print_note(f"skipped {checkpoint.name}: {checkpoint.problem}")
-    for name in list_last_without_step(chosen.path.parent):
+    for name in list_last_ckpts_without_step(chosen.path.parent):
         output.print_note(MISSING_STEP_NOTE.format(name))
     for checkpoint in result.others:
         own_time, other_time = (
@@ -56,5 +56,5 @@ def latest(
         )
         times = f"it was written {other_time}, and `{chosen.name}` was written {own_time}"
         output.print_note(f"skipped {checkpoint.name} of another series: {times}")
-    for note in (*result.doubts, *Pointers.read(chosen.path.parent).iterate_dangling()):
+    for note in (*result.doubts, *Pointers.read(chosen.path.parent).iterate_dangling_notes()):
         output.print_note(note)

@@ -275,14 +275,14 @@ def walk_branches(branches: Sequence[Branch]) -> Iterator[tuple[int, str, int, B
     """Yield ``(nesting, full label, copies of the parent, branch)``, parents first."""
     stack = [(0, "", 1, branch) for branch in reversed(branches)]
     while stack:
-        nesting, prefix, outer, branch = stack.pop()
+        nesting, prefix, outer_copies, branch = stack.pop()
         label = prefix + branch.label
-        yield nesting, label, outer, branch
-        inner = outer * branch.copies
+        yield nesting, label, outer_copies, branch
+        inner = outer_copies * branch.copies
         stack += [(nesting + 1, f"{label}.", inner, child) for child in reversed(branch.children)]
 
 
-def format_spans(indices: Sequence[int]) -> str:
+def format_index_ranges(indices: Sequence[int]) -> str:
     """Format ascending *indices* as ranges: ``0-31``, ``0-46:2`` (every second), ``0,5``."""
     parts: list[str] = []
     start = 0
@@ -293,12 +293,12 @@ def format_spans(indices: Sequence[int]) -> str:
             end += 1
         if step != 1 and end - start < 3:
             end = start + 1
-        parts.append(_format_span(indices[start], indices[end - 1], step))
+        parts.append(_format_index_range(indices[start], indices[end - 1], step))
         start = end
     return ",".join(parts)
 
 
-def _format_span(first: int, last: int, step: int) -> str:
+def _format_index_range(first: int, last: int, step: int) -> str:
     if first == last:
         return str(first)
     return f"{first}-{last}" + (f":{step}" if step > 1 else "")
@@ -312,12 +312,14 @@ def _build_children(node: _Node, depth: int | None) -> list[Branch]:
         branch
         for key, child in node.children.items()
         if not (numbered and _is_index(key))
-        for branch in _join_labels(key, child, depth)
+        for branch in _build_prefixed_branches(key, child, depth)
     )
-    return sorted([*unnumbered, *_group_numbered(numbered, depth)], key=lambda branch: branch.label)
+    return sorted(
+        [*unnumbered, *_merge_numbered_children(numbered, depth)], key=lambda branch: branch.label
+    )
 
 
-def _join_labels(key: str, node: _Node, depth: int | None) -> list[Branch]:
+def _build_prefixed_branches(key: str, node: _Node, depth: int | None) -> list[Branch]:
     """Build the branches of *node* with labels that start with *key*, without a parent branch."""
     branches = [_make_leaf(key, node.leaf)] if node.leaf else []
     if depth is not None and depth <= 1:
@@ -327,7 +329,7 @@ def _join_labels(key: str, node: _Node, depth: int | None) -> list[Branch]:
     return branches + [child._replace(label=f"{key}.{child.label}") for child in children]
 
 
-def _group_numbered(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
+def _merge_numbered_children(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
     """Yield branches of the numbered children, equal ones merged."""
     hide = depth is not None and depth <= 1
     indices_by_signature: dict[Signature, list[int]] = {}
@@ -340,7 +342,7 @@ def _group_numbered(numbered: dict[int, _Node], depth: int | None) -> Iterator[B
         indices_by_signature.setdefault(signature, []).append(index)
     for indices in indices_by_signature.values():
         first = indices[0]
-        label = f"[{format_spans(indices)}]" if len(indices) > 1 else str(first)
+        label = f"[{format_index_ranges(indices)}]" if len(indices) > 1 else str(first)
         leaf_of_first = numbered[first].leaf
         if leaf_of_first:
             yield _make_leaf(label, leaf_of_first, len(indices))

@@ -50,7 +50,7 @@ def ls(
     Shows the step, time, size, format and metrics of each checkpoint, and what protects it from
     pruning.
     """
-    from ckptctl.runs.entries import list_last_without_step
+    from ckptctl.runs.entries import list_last_ckpts_without_step
     from ckptctl.runs.listing import read_run
 
     output = Printer(json, quiet, header=not no_header)
@@ -59,13 +59,13 @@ def ls(
         "ls",
         run,
         names=(checkpoint.path for checkpoint in run.checkpoints),
-        rows=list_rows(output, run),
+        rows=make_run_rows(output, run),
         columns=COLUMNS,
         human=lambda: _show_result(output, run),
     )
-    for name in list_last_without_step(run.root):
+    for name in list_last_ckpts_without_step(run.root):
         output.print_note(MISSING_STEP_NOTE.format(name))
-    for note in run.pointers.iterate_dangling():
+    for note in run.pointers.iterate_dangling_notes():
         output.print_note(note)
     if any(checkpoint.read_failed for checkpoint in run.checkpoints):
         raise typer.Exit(StorageError.exit_code)
@@ -89,10 +89,10 @@ def _show_result(output: Printer, run: RunFolder) -> None:
 
 def show_run(output: Printer, run: RunFolder) -> None:
     """Print the checkpoints of a run as a table."""
-    output.print_table(list_rows(output, run), COLUMNS)
+    output.print_table(make_run_rows(output, run), COLUMNS)
 
 
-def list_rows(output: Printer, run: RunFolder) -> Iterator[Row]:
+def make_run_rows(output: Printer, run: RunFolder) -> Iterator[Row]:
     """Yield a row for each checkpoint of a run."""
     newest = run.newest
     return (

@@ -74,7 +74,7 @@ def prune(
     failed = any(checkpoint.read_failed for checkpoint in plan.run.checkpoints)
     if dry_run:
         _print_plan(output, plan, root)
-        _mention_damaged(output, plan)
+        _print_damaged_hint(output, plan)
         if not plan.is_idle:
             output.print_hint(f"run it with `{format_command_line()}`")
         if failed:
@@ -94,8 +94,8 @@ def prune(
         rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
         human=lambda: output.print_line(_format_summary(plan) if plan.is_idle else freed),
     )
-    _mention_damaged(output, plan)
-    result.require_all()
+    _print_damaged_hint(output, plan)
+    result.require_no_failures()
     if failed:
         raise typer.Exit(StorageError.exit_code)
 
@@ -147,7 +147,7 @@ def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
         )
 
 
-def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
+def _print_damaged_hint(output: Printer, plan: PrunePlan) -> None:
     """Print a hint about ``--include-incomplete`` if it would remove skipped checkpoints."""
     from ckptctl.planner.retention import decide_retention
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ckptctl.cli.output import Printer
 from ckptctl.errors import CkptError, UsageError, quote_names
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess
 from ckptctl.storage.threads import create_daemon
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ SLOW_RANK_NOTICE_SECONDS = 10.0
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join_ranks(single_process: bool, machine: bool) -> Coordinator:
+def join_ranks(single_process: bool, machine: bool) -> RankCollectives:
     """Join the ranks of this command, or return a group of one process.
 
     Args:
@@ -66,7 +66,7 @@ class SilentPrinter(Printer):
         """Print nothing."""
 
 
-def make_rank_printer(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
+def make_rank_printer(ranks: RankCollectives, machine: bool, quiet: bool) -> Printer:
     """Make the printer of this rank. Ranks other than 0 print only errors."""
     return Printer(machine, quiet) if ranks.rank == 0 else SilentPrinter()
 
@@ -89,7 +89,7 @@ class _TorchRanks:
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
         gathered = self._group.all_gather(value)
-        self.failure_is_shared = self.failure_is_shared or any(map(_is_failure, gathered))
+        self.failure_is_shared = self.failure_is_shared or any(map(_has_failure, gathered))
         return gathered
 
     def gather(self, value: T) -> list[T] | None:
@@ -103,7 +103,7 @@ class _TorchRanks:
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
         received = self._group.scatter(values)
-        self.failure_is_shared = self.failure_is_shared or _is_failure(received)
+        self.failure_is_shared = self.failure_is_shared or _has_failure(received)
         return received
 
 
@@ -137,8 +137,8 @@ def _join_with_notice(join_group: Callable[[], T], output: Printer) -> T:
     return future.result()
 
 
-def _is_failure(value: object) -> bool:
+def _has_failure(value: object) -> bool:
     """Return whether a value that ranks exchanged is or contains a failure."""
     if isinstance(value, tuple):
-        return any(map(_is_failure, value))
+        return any(map(_has_failure, value))
     return isinstance(value, CkptError)

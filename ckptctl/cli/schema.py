@@ -16,7 +16,7 @@ COLUMNS = tables.titled_columns("schema", "document", "id")
 ERROR_DOCUMENT = "ckptctl.documents:ErrorDocument"
 
 
-def list_documents() -> dict[str, Document]:
+def get_documents_by_name() -> dict[str, Document]:
     """Map each command, and ``error``, to the JSON document it prints."""
     from ckptctl.documents import Document
 
@@ -26,9 +26,9 @@ def list_documents() -> dict[str, Document]:
     return {name: Document(name, prints[name]) for name in sorted(prints)}
 
 
-def require_document(name: str) -> Document:
+def require_json_document(name: str) -> Document:
     """Return the JSON document of the command *name*, or raise `UsageError`."""
-    by_name = list_documents()
+    by_name = get_documents_by_name()
     return by_name[require_choice(name, "schema", list(by_name))]
 
 
@@ -45,7 +45,7 @@ def schema(
         Argument(
             "Command to print the JSON Schema of, or error for the schema of errors.",
             metavar="COMMAND",
-            offers=lambda _: list(list_documents()),
+            offers=lambda _: list(get_documents_by_name()),
         ),
     ] = None,
     no_header: NoHeader = False,
@@ -59,9 +59,9 @@ def schema(
     """
     output = Printer(json, quiet, header=not no_header)
     if command is not None:
-        output.print_schema(require_document(command).build_schema())
+        output.print_schema(require_json_document(command).build_schema())
         return
-    by_name = list_documents()
+    by_name = get_documents_by_name()
     from ckptctl.documents import Documents
 
     rows = [(name, document.title, document.id) for name, document in by_name.items()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptctl.errors import UsageError
 
-_END = r"(?=$|[/\s`'\",:;)])"
+_PATH_END = r"(?=$|[/\s`'\",:;)])"
 MAX_WORDS, MAX_PARTS = 256, 32
 """Maximum number of words and of path components that are searched for typed paths."""
 _JOINED_FLAGS = r"-[nqy]+"
@@ -69,7 +69,9 @@ def restore_typed_paths(text: str) -> str:
     if "/" not in text or not (typed := _map_typed_paths()):
         return text
     pattern = "|".join(map(re.escape, typed))
-    return re.sub(rf"(?<![\w./~-])(?:{pattern}){_END}(/(?=[^\s`'\",:;)]))?", _restore_match, text)
+    return re.sub(
+        rf"(?<![\w./~-])(?:{pattern}){_PATH_END}(/(?=[^\s`'\",:;)]))?", _restore_match, text
+    )
 
 
 def _restore_match(match: re.Match[str]) -> str:

@@ -74,21 +74,21 @@ def to_usage_error(error: Any, group: Any, words: Sequence[str]) -> UsageError:
     name = group.invoked_subcommand if context is group else context.info_name
     command = group.command.get_command(group, name) if name else group.command
     path = f"ckptctl {name}" if name else "ckptctl"
-    shows = f"see `{path} --help`"
+    help_hint = f"see `{path} --help`"
     parameter = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
     if option and parameter is None:
         parameter = next((p for p in command.params if option in p.opts), None)
     if option and parameter is None:
-        hint = _suggest_option(option, command, group, words) or shows
+        hint = _suggest_option(option, command, group, words) or help_hint
         return UsageError(f"unknown option `{option}`", hint=hint)
     if parameter is None:
         message = str(error.format_message()).removesuffix(".")
         extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", message, re.DOTALL)
         summary = f"too many arguments: `{extra[1]}`" if extra else message
-        shows = f"quote arguments that contain spaces, or {shows}" if extra else shows
+        help_hint = f"quote arguments that contain spaces, or {help_hint}" if extra else help_hint
         usage = " ".join([path, *command.collect_usage_pieces(context)])
-        return UsageError(summary[:1].lower() + summary[1:], why=f"usage: {usage}", hint=shows)
+        return UsageError(summary[:1].lower() + summary[1:], why=f"usage: {usage}", hint=help_hint)
     is_argument = parameter.param_type_name == "argument"
     display_name = parameter.metavar if is_argument else option or max(parameter.opts, key=len)
     example = _find_example(command, "" if is_argument else display_name)
@@ -97,12 +97,12 @@ def to_usage_error(error: Any, group: Any, words: Sequence[str]) -> UsageError:
             f"{display_name} does not take a value", hint=f"use only `{display_name}`"
         )
     if option:
-        return UsageError(f"{display_name} requires a value", hint=example or shows)
+        return UsageError(f"{display_name} requires a value", hint=example or help_hint)
     kind = "argument" if is_argument else "option"
     first = get_first_sentence(parameter.help).removesuffix(".")
     meaning = first if first[1:2].isupper() else first[:1].lower() + first[1:]
     summary = f"missing {kind} {display_name} ({meaning})"
-    return UsageError(summary, hint=example or shows)
+    return UsageError(summary, hint=example or help_hint)
 
 
 def _suggest_option(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:

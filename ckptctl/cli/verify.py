@@ -137,7 +137,7 @@ def _list_data_notes(result: Verification) -> Iterator[str]:
     yield f"checked in {format_seconds(result.seconds)}"
     if result.nan and not result.exit_code:
         yield "all floating-point values are finite"
-    if _is_missing_checksums(result):
+    if _is_missing_required_checksums(result):
         yield "failed because of `--require-verified`: checksums do not cover all tensors"
     yield from result.notes
 
@@ -177,10 +177,10 @@ def _list_problems(result: Verification) -> Iterator[str]:
     """Yield one line per reason for a nonzero exit code."""
     for finding in (*result.errors, *result.unknown):
         yield ": ".join(filter(None, (finding.where, finding.what)))
-    if _is_missing_checksums(result):
+    if _is_missing_required_checksums(result):
         yield f"data {_format_data_check(result)}"
 
 
-def _is_missing_checksums(result: Verification) -> bool:
+def _is_missing_required_checksums(result: Verification) -> bool:
     """Return whether a complete checkpoint fails because of ``--require-verified``."""
     return result.verdict is Verdict.COMPLETE and result.exit_code != 0

@@ -48,7 +48,7 @@ from ckptctl.conversion.steps import Step, apply_steps, select_steps
 from ckptctl.conversion.summary import summarize_conversion
 from ckptctl.conversion.writing import require_executable_plan, write_output
 from ckptctl.notes import Notes
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 
@@ -103,7 +103,7 @@ def plan_with_steps(
 
 
 def run_conversion(
-    plan: ConversionPlan, progress: Advance | None = None, ranks: Coordinator | None = None
+    plan: ConversionPlan, progress: Advance | None = None, ranks: RankCollectives | None = None
 ) -> ConversionResult:
     """Execute *plan* and publish the output.
 

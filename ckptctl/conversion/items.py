@@ -9,7 +9,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, format_command
 from ckptctl.formats.shared.findings import finding_from_error
-from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, has_same_checksum
 from ckptctl.storage.computed import open_catalog_reader
@@ -127,7 +127,7 @@ def add_replica_extents(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=tensors, replicas={}) if catalog.replicas else catalog
 
 
-def select_rank_replicas(catalog: Catalog, ranks: Coordinator) -> Catalog:
+def select_rank_replicas(catalog: Catalog, ranks: RankCollectives) -> Catalog:
     """Select the tensors with replicas that this rank compares."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}

@@ -16,7 +16,7 @@ from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.ranks import sharing
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess, run_on_all_ranks
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess, run_on_all_ranks
 from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.compare import are_tensors_equal, is_all_zero
 from ckptctl.storage.computed import open_catalog_reader
@@ -27,7 +27,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 
-def require_redundant_data(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_redundant_data(plan: ConversionPlan, ranks: RankCollectives) -> None:
     """Verify that replicas are equal and that dropped data is redundant."""
     if plan.replicated is not None:
         require_equal_replicas(select_rank_replicas(plan.replicated, ranks))
@@ -123,7 +123,7 @@ WINDOW_BYTES = 4 << 20
 
 
 def require_intact_output(
-    plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None
+    plan: Plan, crcs: Sequence[int], ranks: RankCollectives | None = None
 ) -> None:
     """Read the published output back and compare every byte that was written.
 
@@ -202,12 +202,12 @@ def _drop_page_cache(files: SourceFiles, name: str) -> None:
 
 
 def verify_or_withdraw_output(
-    plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
+    plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: RankCollectives
 ) -> None:
     """Read the published output back, and withdraw the output if it is damaged."""
 
     def read_again() -> None:
-        sharing.wait_for_path(Path(plan.target))
+        sharing.wait_until_visible(Path(plan.target))
         require_intact_output(plan, crcs, ranks)
 
     try:

@@ -19,7 +19,7 @@ from ckptctl.errors import UsageError, format_option
 from ckptctl.notes import Notes
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     require_same_settings,
     run_on_all_ranks,
     run_on_rank_zero,
@@ -32,7 +32,7 @@ from ckptctl.storage.publish import Staging, stage_output
 from ckptctl.storage.threads import Advance
 
 
-def require_executable_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_executable_plan(plan: ConversionPlan, ranks: RankCollectives) -> None:
     """Verify that all ranks have the same plan, can compute it, and drop only redundant data."""
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
@@ -41,7 +41,7 @@ def require_executable_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
 
 
 def write_output(
-    plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
+    plan: ConversionPlan, progress: Advance, ranks: RankCollectives, notes: Notes
 ) -> Execution:
     """Write the output completely, then publish it at its path or URL.
 
@@ -63,7 +63,7 @@ def write_output(
             is_checkpoint=Replaceable(is_replaceable, is_file=single_file),
         )
 
-    with sharing.staging_on_rank_zero(ranks, open_stage) as stage:
+    with sharing.open_stage_on_rank_zero(ranks, open_stage) as stage:
         run_on_rank_zero(ranks, partial(_require_disk_space, plan, stage))
         execution = sharing.execute_on_all_ranks(
             plan.plan, stage, options.to_execution_options(), progress, ranks
@@ -77,7 +77,7 @@ def write_output(
 
 
 def _upload_output(
-    plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
+    plan: ConversionPlan, progress: Advance, ranks: RankCollectives, notes: Notes
 ) -> Execution:
     """Write the output to a scratch directory, and upload each file when it is complete."""
     from ckptctl.conversion import upload  # only for URLs
@@ -119,7 +119,7 @@ def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
         )
 
 
-def _require_same_plan(plan: ConversionPlan, ranks: Coordinator) -> None:
+def _require_same_plan(plan: ConversionPlan, ranks: RankCollectives) -> None:
     """Verify that all ranks have the same plan for the same source."""
     options = plan.options
     buffers = f"{format_option('--jobs')}, {format_option('--memory')}"

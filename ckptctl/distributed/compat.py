@@ -89,7 +89,7 @@ def locate_storage(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
-def find_host_timeout(group: dist.ProcessGroup) -> timedelta | None:
+def get_cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of the CPU backend of *group*, or None if it has no such backend."""
     host = torch.device("cpu")
     if host not in group._device_types:

@@ -1,4 +1,4 @@
-"""Process groups of torch as a :class:`~ckptctl.ranks.coordinator.Coordinator`.
+"""Process groups of torch as a :class:`~ckptctl.ranks.coordinator.RankCollectives`.
 
 torch's object collectives exchange lengths first, which doubles the cost of small messages. Here
 the first exchange contains the length and the first bytes of the message, and only longer messages
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.options import Option
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess, format_ranks
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess, format_ranks
 from ckptctl.storage.threads import get_default_thread_count
 
 T = TypeVar("T")
@@ -249,14 +249,14 @@ def choose_thread_count(jobs: int | None) -> int:
     return jobs or get_default_thread_count(get_world_size())
 
 
-def get_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
+def get_ranks(group: dist.ProcessGroup | None = None) -> RankCollectives:
     """Return the ranks of *group*, or a single process if torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     return TorchGroup(group)
 
 
-def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
+def all_reduce_max(ranks: RankCollectives, numbers: Sequence[int]) -> list[int]:
     """Return the element-wise maximum of *numbers* over all ranks of a gloo group."""
     if not isinstance(ranks, HostGroup):
         return list(numbers)
@@ -269,7 +269,7 @@ def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
 
 def create_gloo_group(
     parent: dist.ProcessGroup | None, timeout: timedelta | None = None
-) -> Coordinator:
+) -> RankCollectives:
     """Create a separate gloo group of the ranks of *parent*. All of them call it.
 
     The timeout is that of *parent* unless *timeout* is given.
@@ -281,12 +281,12 @@ def create_gloo_group(
     Raises:
         StorageError: The group did not form in time.
     """
-    ranks = get_coordinator(parent)
+    ranks = get_ranks(parent)
     if not isinstance(ranks, TorchGroup):
         return ranks
     parent_group = parent or dist.group.WORLD
     assert parent_group
-    join_timeout = compat.find_host_timeout(parent_group) or dist.default_pg_timeout
+    join_timeout = compat.get_cpu_timeout(parent_group) or dist.default_pg_timeout
     name = ranks.broadcast(f"ckptctl/{token_hex(8)}")
     store = dist.PrefixStore(name, compat.default_store())  # type: ignore[attr-defined]
     members = dist.get_process_group_ranks(parent_group)

@@ -14,7 +14,7 @@ _positions: dict[TreePath, None] = {}
 _lock = threading.Lock()
 
 
-def record_position(path: TreePath) -> None:
+def record_visited_checkpoint(path: TreePath) -> None:
     """Record that this process now has the state of the checkpoint at *path*."""
     path = _resolve_path(path)
     with _lock:
@@ -24,7 +24,7 @@ def record_position(path: TreePath) -> None:
             del _positions[next(iter(_positions))]
 
 
-def list_positions(root: TreePath) -> list[str]:
+def list_visited_checkpoints(root: TreePath) -> list[str]:
     """List the names of recorded checkpoints in *root*, most recent first."""
     root = _resolve_path(root)
     with _lock:

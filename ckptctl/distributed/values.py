@@ -57,7 +57,7 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
             refused[name] = f"{type(error).__name__}: {error}"
             has_pickle_errors = True
             continue
-        why = None if trusted else _find_read_problem(value, contents[name])
+        why = None if trusted else _explain_untrusted_failure(value, contents[name])
         if why is not None:
             refused[name] = f"it could not be loaded: {why}"
     if refused:
@@ -85,17 +85,21 @@ _PICKLE_MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 """Pickle module for ``torch.save``."""
 
 
-def _find_read_problem(value: object, content: bytes) -> str | None:
+def _explain_untrusted_failure(value: object, content: bytes) -> str | None:
     """Explain why *content* cannot be loaded without ``trusted=True``, or return None if it can."""
     if type(value) in _ALWAYS_READABLE:
         return None
-    prove = _check_readable if len(content) <= CACHED_VALUE_BYTES else _check_readable.__wrapped__
+    explain = (
+        _explain_unreadable
+        if len(content) <= CACHED_VALUE_BYTES
+        else _explain_unreadable.__wrapped__
+    )
     kind: Any = type(value)
-    return prove(kind, content)
+    return explain(kind, content)
 
 
 @lru_cache(maxsize=1 << 12)
-def _check_readable(kind: type, content: bytes) -> str | None:
+def _explain_unreadable(kind: type, content: bytes) -> str | None:
     """Explain why *content* cannot be read as an instance of *kind*, or return None if it can.
 
     The cache avoids reading values such as hyperparameters again at every save.
@@ -160,7 +164,7 @@ def read_values(
     refused: dict[str, UnsupportedError] = {}
     catalog, budget = mapping.catalog, MemoryBudget()
     with source_files(catalog.root) as files:
-        for name, stored_name in match_stored_names(mapping, values, rank).items():
+        for name, stored_name in map_to_stored_names(mapping, values, rank).items():
             blob = catalog.blobs[stored_name]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
             # Decompression errors propagate, because ``trusted=True`` does not help.
@@ -219,7 +223,9 @@ def format_skipped_values(refused: Mapping[str, str]) -> str:
     return f"skipped values that are not known to be harmless: {names}"
 
 
-def match_stored_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
+def map_to_stored_names(
+    mapping: StateMapping, values: Collection[str], rank: int
+) -> dict[str, str]:
     """Map names of non-tensor values in the state to their names in the checkpoint."""
     separate_names = list_rank_keys(mapping.catalog) if values and rank else ()
     stored_names = {

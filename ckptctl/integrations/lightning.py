@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import UsageError
 from ckptctl.integrations.whole import (
-    create_own_group,
-    fingerprint_shards,
+    compute_shard_checksums,
+    create_single_rank_group,
     load_full_state_dict,
-    restore_param_keys,
-    save_with_files,
+    restore_optimizer_param_keys,
+    save_with_sidecar_files,
 )
 from ckptctl.storage import trash
 from ckptctl.storage.paths import resolve_links
 
-META = "meta.pt"
+META_FILE = "meta.pt"
 MODEL = "state_dict"
 OPTIMIZERS = "optimizer_states"
 OPTIMIZER = "optimizer_"
@@ -63,8 +63,11 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         require_no_storage_options(storage_options)
         state, rest = split_checkpoint(checkpoint)
-        save_with_files(
-            state, Path(path), {META: pickle_rest(rest)}, process_group=create_own_group()
+        save_with_sidecar_files(
+            state,
+            Path(path),
+            {META_FILE: pickle_meta(rest)},
+            process_group=create_single_rank_group(),
         )
 
     def load_checkpoint(
@@ -87,7 +90,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             )
             return checkpoint
         source = resolve_links(Path(path))
-        state = restore_param_keys(load_full_state_dict(source))
+        state = restore_optimizer_param_keys(load_full_state_dict(source))
         optimizers = [key for key in state if key.startswith(OPTIMIZER)]
         optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
         rest = read_meta(source, weights_only)
@@ -121,12 +124,10 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         require_no_storage_options(storage_options)
         path = Path(self.broadcast(filepath)).absolute()
         state, rest = split_checkpoint(checkpoint)
-        identity = (checkpoint.get("loops"), fingerprint_shards(state))
-        is_same_state = all(
-            get_coordinator().all_gather(bool(self._last and self._last[0] == identity))
-        )
+        identity = (checkpoint.get("loops"), compute_shard_checksums(state))
+        is_same_state = all(get_ranks().all_gather(bool(self._last and self._last[0] == identity)))
         like = self._last[1] if is_same_state and self._last else None
-        save_with_files(state, path, {META: pickle_rest(rest)}, like=like)
+        save_with_sidecar_files(state, path, {META_FILE: pickle_meta(rest)}, like=like)
         self._last = (identity, path)
 
     def load_checkpoint(
@@ -177,11 +178,11 @@ def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 def read_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read the content of ``meta.pt`` next to the tensors."""
-    meta: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
+    meta: dict[str, Any] = torch.load(path / META_FILE, "cpu", weights_only=weights_only)
     return meta
 
 
-def pickle_rest(rest: Mapping[str, Any]) -> bytes:
+def pickle_meta(rest: Mapping[str, Any]) -> bytes:
     """Pickle the content of ``meta.pt``."""
     buffer = io.BytesIO()
     torch.save(rest, buffer)

@@ -19,10 +19,10 @@ from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import (
     create_all_ranks_group,
-    create_own_group,
+    create_single_rank_group,
     load_full_model,
     load_full_state_dict,
-    restore_param_keys,
+    restore_optimizer_param_keys,
 )
 from ckptctl.planner.mapping.adapters import ADAPTER_SUFFIX
 from ckptctl.units import pluralize
@@ -74,7 +74,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
     ) -> None:
         self._checkpoint_dir = Path(checkpoint_dir)
         self._output_dir = Path(output_dir)
-        self._family = find_family(model_type)
+        self._family = get_model_family(model_type)
         self._final_format = final_format
         self._keep_last = keep_last
         self._resume = should_load_recipe_state
@@ -94,17 +94,17 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         self.wait()
         loaded: dict[str, Any] = {}
         if self._resume:
-            keeper = self._open_manager(create_own_group()).checkpoints
+            keeper = self._open_manager(create_single_rank_group()).checkpoints
             self._start = newest = keeper.find_newest(STEP_SERIES)
             if newest is None:
                 raise SourceNotFoundError(
                     "there is no checkpoint to resume from", where=str(keeper.root)
                 )
-            state: dict[str, Any] = restore_param_keys(load_full_state_dict(newest.path))
+            state: dict[str, Any] = restore_optimizer_param_keys(load_full_state_dict(newest.path))
             loaded = {**state.pop(RECIPE)[0], **state}
         if training.MODEL_KEY not in loaded:
             loaded[training.MODEL_KEY] = load_full_model(
-                self._checkpoint_dir, LAYOUT, self._family, create_own_group()
+                self._checkpoint_dir, LAYOUT, self._family, create_single_rank_group()
             )
         return loaded
 
@@ -136,7 +136,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         if intermediate_checkpoint:
             state = {**state_dict}
             if sharded:  # gathered states already have parameter names
-                state[training.OPT_KEY] = name_optimizer_params(
+                state[training.OPT_KEY] = replace_param_numbers_by_names(
                     state_dict[training.OPT_KEY], [*model]
                 )
             saver.save(epoch, build_intermediate_state(state))
@@ -165,10 +165,10 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         """Return the manager for all ranks or only this one, resumed from the loaded checkpoint."""
         if self._manager is None:
             self._manager = self._open_manager(
-                create_all_ranks_group() if sharded else create_own_group()
+                create_all_ranks_group() if sharded else create_single_rank_group()
             )
             if self._start and (not dist.is_initialized() or dist.get_rank() == 0):
-                self._manager.checkpoints.resume_from(self._start.entry, self._start.step)
+                self._manager.checkpoints.record_resume(self._start.entry, self._start.step)
         return self._manager
 
     def _open_manager(self, group: dist.ProcessGroup | None) -> CheckpointManager:
@@ -182,7 +182,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         )
 
 
-def find_family(model_type: str) -> str:
+def get_model_family(model_type: str) -> str:
     """Return the model family of a torchtune model type.
 
     Raises:
@@ -205,7 +205,7 @@ def build_intermediate_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**tensors, RECIPE: (rest,)}
 
 
-def name_optimizer_params(
+def replace_param_numbers_by_names(
     optimizer: Mapping[str, Any], parameters: Sequence[str]
 ) -> Mapping[str, Any]:
     """Return an optimizer state with parameter names instead of numbers.
@@ -219,7 +219,9 @@ def name_optimizer_params(
         UsageError: The numbers do not match the parameters.
     """
     if "param_groups" not in optimizer:
-        return {name: name_optimizer_params(entry, [name]) for name, entry in optimizer.items()}
+        return {
+            name: replace_param_numbers_by_names(entry, [name]) for name, entry in optimizer.items()
+        }
     groups = optimizer["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(entry, str) for entry in numbers):
@@ -246,4 +248,4 @@ def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: P
     options = ConversionOptions(
         to="peft", model_type=model_type + ADAPTER_SUFFIX, lora_alpha=alpha, assets=assets
     )
-    save_converted(dict(state[training.ADAPTER_KEY]), out, options, create_own_group())
+    save_converted(dict(state[training.ADAPTER_KEY]), out, options, create_single_rank_group())

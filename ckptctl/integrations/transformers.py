@@ -22,8 +22,8 @@ from ckptctl.errors import SourceNotFoundError
 from ckptctl.formats import open_checkpoint
 
 STATE_FILE = "trainer_state.json"
-MODEL = "model."
-PEFT = "base_model.model."
+MODEL_PREFIX = "model."
+PEFT_PREFIX = "base_model.model."
 """Prefix of the model's tensors in a checkpoint, and prefix of tensor names of a PEFT model."""
 
 
@@ -70,30 +70,32 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CkptError: No checkpoint is complete, or the newest one cannot be read.
         """
-        state = build_position()
+        state = build_trainer_state()
         resumed = self._manager.load_latest(state, strict="state")
         if resumed is None:
             return None
         tensors = open_checkpoint(resumed.path).tensors
-        names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+        names = [
+            name.removeprefix(MODEL_PREFIX) for name in tensors if name.startswith(MODEL_PREFIX)
+        ]
         self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
-        write_position(state, names, Path(self._position.name), self._model)
+        write_resume_files(state, names, Path(self._position.name), self._model)
         return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Load model, optimizer and scheduler if training resumes."""
         if self._position is None:
             return
-        tensors_state = collect_tensors(parts)
-        self._manager.load_latest(tensors_state, strict="state")
+        model_state = collect_model_state(parts)
+        self._manager.load_latest(model_state, strict="state")
         model, optimizer = parts["model"], unwrap_optimizer(parts["optimizer"])
         set_state_dict(
             model,
             optimizer,
-            model_state_dict=tensors_state["model"],
-            optim_state_dict=tensors_state["optimizer"],
+            model_state_dict=model_state["model"],
+            optim_state_dict=model_state["optimizer"],
         )
-        parts["lr_scheduler"].load_state_dict(tensors_state["lr_scheduler"]["state"][0])
+        parts["lr_scheduler"].load_state_dict(model_state["lr_scheduler"]["state"][0])
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -105,12 +107,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._preempted:
             control.should_training_stop, control.should_evaluate = True, False
         if self._manager.should_save(state.global_step) or self._preempted:
-            self._due, self._metrics = get_random_states(), {}
+            self._due, self._metrics = get_rng_states(), {}
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Update the RNG states of a due step after logging."""
         if self._due is not None:
-            self._due = get_random_states()
+            self._due = get_rng_states()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
@@ -120,14 +122,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             key: value for key, value in metrics.items() if isinstance(value, int | float)
         }
         if self._due is not None:
-            self._due, self._metrics = get_random_states(), numeric_metrics
+            self._due, self._metrics = get_rng_states(), numeric_metrics
         elif state.global_step in self._saved:
             with suppress(SourceNotFoundError):  # skipped, removed, or loaded from elsewhere
                 self._manager.rate(state.global_step, numeric_metrics)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save when the Trainer does, unless the step is already saved."""
-        self._save_step(state, parts, self._due or get_random_states())
+        self._save_step(state, parts, self._due or get_rng_states())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Save the previous step if it is due."""
@@ -153,19 +155,19 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._manager.save_final({"model": model.state_dict()}, self._final, assets=assets)
 
     def _save_step(
-        self, state: Any, parts: Mapping[str, Any], random_states: dict[str, Any] | None
+        self, state: Any, parts: Mapping[str, Any], rng_states: dict[str, Any] | None
     ) -> None:
         """Save the current step with the RNG states, or do nothing if they are None."""
         step, step_metrics = state.global_step, self._metrics
         self._due, self._metrics = None, {}
-        if random_states is None or step in self._saved:
+        if rng_states is None or step in self._saved:
             return
         self._saved.add(step)
-        full_state = {**collect_tensors(parts), **build_position(state, random_states)}
+        full_state = {**collect_model_state(parts), **build_trainer_state(state, rng_states)}
         self._manager.save(step, full_state, step_metrics, urgent=self._preempted)
 
 
-def collect_tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
+def collect_model_state(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the state of model, optimizer and scheduler from a callback's arguments."""
     model, optimizer = get_state_dict(parts["model"], unwrap_optimizer(parts["optimizer"]))
     # DCP does not flatten tuples, so their contents keep keys and empty containers.
@@ -182,32 +184,34 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return unwrapped
 
 
-def build_position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def build_trainer_state(
+    state: Any = None, rng_states: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Build the entry for the Trainer's state and RNG states, or an empty one to load into."""
-    entry = None if state is None else ({"state": _to_json(state), "rng": numbers},)
+    entry = None if state is None else ({"state": _to_json(state), "rng": rng_states},)
     return {"trainer": {"position": entry}}
 
 
-def write_position(
-    state: Mapping[str, Any], names: Sequence[str], folder: Path, model: Any = None
+def write_resume_files(
+    state: Mapping[str, Any], tensor_names: Sequence[str], folder: Path, model: Any = None
 ) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
-    The index maps all *names* to an empty file, so that the Trainer reports no missing tensors.
+    The index maps all *tensor_names* to an empty file, so that the Trainer reports no missing tensors.
     PEFT does not support an index, so a PEFT *model* writes its current adapter.
     """
     (entry,) = state["trainer"]["position"]
     (folder / STATE_FILE).write_text(entry["state"])
     name = f"rng_state_{dist.get_rank()}.pth" if _is_distributed() else "rng_state.pth"
     torch.save(entry["rng"], folder / name)
-    if any(name_prefix.startswith(PEFT) for name_prefix in names):
+    if any(name_prefix.startswith(PEFT_PREFIX) for name_prefix in tensor_names):
         if hasattr(model, "peft_config"):
             model.save_pretrained(str(folder), save_embedding_layers=False)
         else:
             save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
         return
     save_file({}, folder / "none.safetensors", metadata={"format": "pt"})
-    index = json.dumps({"weight_map": dict.fromkeys(names, "none.safetensors")})
+    index = json.dumps({"weight_map": dict.fromkeys(tensor_names, "none.safetensors")})
     (folder / "model.safetensors.index.json").write_text(index)
 
 
@@ -221,7 +225,7 @@ def _to_json(state: Any) -> str:
         return (Path(folder) / STATE_FILE).read_text()
 
 
-def get_random_states() -> dict[str, Any]:
+def get_rng_states() -> dict[str, Any]:
     """Return the current RNG states, in the form of ``rng_state.pth``."""
     states: dict[str, Any] = {
         "python": random.getstate(),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckptctl.api.conversion import plan_conversion
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed import compat
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
@@ -35,7 +35,7 @@ _own_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _all_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
-def create_own_group() -> dist.ProcessGroup | None:
+def create_single_rank_group() -> dist.ProcessGroup | None:
     """Return a process group of only this rank, or None if torch.distributed is not initialized.
 
     The group is created without the other ranks, for trainers in which one rank saves or loads
@@ -68,7 +68,7 @@ def load_full_state_dict(path: TreePath) -> dict[str, Any]:
     """Load a checkpoint as a full, nested state dict in host memory, without collectives.
 
     If ranks saved different values, the values of this rank are loaded. Keys of dictionaries are
-    strings, as in all DCP directories, so optimizer states need :func:`restore_param_keys`.
+    strings, as in all DCP directories, so optimizer states need :func:`restore_optimizer_param_keys`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}
@@ -96,17 +96,17 @@ def load_full_model(
     return tensors
 
 
-def restore_param_keys(state: Any) -> Any:
+def restore_optimizer_param_keys(state: Any) -> Any:
     """Restore the keys of optimizer states in *state* as ``Optimizer.state_dict`` returns them.
 
     ``Optimizer.state_dict`` uses the numbers or names in ``params`` as keys of ``state``. A DCP
     directory uses strings, and omits an empty ``state``.
     """
     if isinstance(state, list):
-        return [restore_param_keys(item) for item in state]
+        return [restore_optimizer_param_keys(item) for item in state]
     if not isinstance(state, Mapping):
         return state
-    restored = {key: restore_param_keys(value) for key, value in state.items()}
+    restored = {key: restore_optimizer_param_keys(value) for key, value in state.items()}
     if "param_groups" in restored:
         original_keys = {
             str(key): key for group in restored["param_groups"] for key in group["params"]
@@ -122,7 +122,7 @@ def allocate_zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
-def fingerprint_shards(state: Mapping[str, Any]) -> tuple[object, ...]:
+def compute_shard_checksums(state: Mapping[str, Any]) -> tuple[object, ...]:
     """Return name, box and CRC-32 of each of this rank's shards, to recognize an equal state."""
     return tuple(
         (shard.name, shard.box, crc32(to_memoryview(shard.tensor.cpu().contiguous())))
@@ -130,7 +130,7 @@ def fingerprint_shards(state: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
-def save_with_files(
+def save_with_sidecar_files(
     state: StateDict,
     path: Path,
     files: Mapping[str, bytes],
@@ -143,15 +143,15 @@ def save_with_files(
     *like* is a directory that this function wrote with the same tensors. If the file system
     supports hard links, the data files of *like* are linked instead of written again.
     """
-    ranks = get_coordinator(process_group)
+    ranks = get_ranks(process_group)
     linked = run_on_rank_zero(
-        ranks, lambda: like is not None and _try_hard_links(like, path, files)
+        ranks, lambda: like is not None and _try_publish_hard_links(like, path, files)
     )
     if not ranks.broadcast(linked):
         write_collectively(state, path, ranks, SaveOptions(overwrite=True, beside=lambda: files))
 
 
-def _try_hard_links(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
+def _try_publish_hard_links(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish hard links to the data of *source*, and return whether the file system can."""
     target = resolve_destination(expand_home(path).absolute())
     with stage_output(target, overwrite=True, restart=True, is_checkpoint=is_replaceable) as stage:

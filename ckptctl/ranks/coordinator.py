@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Coordinator(Protocol):
+class RankCollectives(Protocol):
     """Group of ranks whose methods are collectives, called by all ranks in the same order.
 
     Attributes:
@@ -45,19 +45,19 @@ class SingleProcess:
     world = 1
 
     def all_gather(self, value: T) -> list[T]:
-        """See :class:`Coordinator`."""
+        """See :class:`RankCollectives`."""
         return [value]
 
     def gather(self, value: T) -> list[T] | None:
-        """See :class:`Coordinator`."""
+        """See :class:`RankCollectives`."""
         return [value]
 
     def broadcast(self, value: T | None) -> T:
-        """See :class:`Coordinator`."""
+        """See :class:`RankCollectives`."""
         return cast(T, value)
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """See :class:`Coordinator`."""
+        """See :class:`RankCollectives`."""
         assert values is not None
         return values[0]
 
@@ -73,7 +73,7 @@ class RankError(CkptError):
         self.code = error.code
 
 
-def run_on_all_ranks(ranks: Coordinator, work: Callable[[], T]) -> T:
+def run_on_all_ranks(ranks: RankCollectives, work: Callable[[], T]) -> T:
     """Run *work* on every rank, and raise on all ranks if it fails on any.
 
     As for all functions of this module, *work* must not use collectives.
@@ -81,7 +81,9 @@ def run_on_all_ranks(ranks: Coordinator, work: Callable[[], T]) -> T:
     return work() if ranks.world == 1 else run_and_all_gather(ranks, lambda: (work(), None))[0]
 
 
-def run_and_all_gather(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
+def run_and_all_gather(
+    ranks: RankCollectives, work: Callable[[], tuple[T, R]]
+) -> tuple[T, list[R]]:
     """Run *work* on every rank and all-gather the second element of its results.
 
     Raises on all ranks if it fails on any.
@@ -97,7 +99,7 @@ def run_and_all_gather(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> t
     return result[0], [cast(R, part) for part, _ in outcomes]
 
 
-def run_on_rank_zero(ranks: Coordinator, work: Callable[[], T]) -> T | None:
+def run_on_rank_zero(ranks: RankCollectives, work: Callable[[], T]) -> T | None:
     """Run *work* on rank 0 and return its result there, or None elsewhere.
 
     If it fails, all ranks raise.
@@ -117,7 +119,7 @@ def to_sendable_error(error: BaseException | None) -> CkptError | None:
 
 
 def gather_and_scatter(
-    ranks: Coordinator, work: Callable[[], T], answer: Callable[[list[T]], Sequence[R]]
+    ranks: RankCollectives, work: Callable[[], T], answer: Callable[[list[T]], Sequence[R]]
 ) -> R:
     """Gather results of *work* on rank 0, and scatter the values that *answer* computes there.
 
@@ -152,19 +154,19 @@ def _compute_answers(
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             return [(None, rank, failure)] * len(outcomes), None
-    parts, error = _run_and_catch(lambda: answer([cast(T, result) for result, _ in outcomes]))
-    if parts is None:
+    answers, error = _run_and_catch(lambda: answer([cast(T, result) for result, _ in outcomes]))
+    if answers is None:
         return [(None, 0, to_sendable_error(error))] * len(outcomes), error
-    return [(part, 0, None) for part in parts], None
+    return [(own_answer, 0, None) for own_answer in answers], None
 
 
-def format_ranks(numbers: Sequence[int]) -> str:
+def format_ranks(rank_numbers: Sequence[int]) -> str:
     """Format ranks for a message, at most eight of them."""
-    listing = ", ".join(map(str, numbers[:8]))
-    return f"rank{'s' if len(numbers) > 1 else ''} {listing}{', …' if len(numbers) > 8 else ''}"
+    listing = ", ".join(map(str, rank_numbers[:8]))
+    return f"rank{'s' if len(rank_numbers) > 1 else ''} {listing}{', …' if len(rank_numbers) > 8 else ''}"
 
 
-def require_same_settings(ranks: Coordinator, settings: Mapping[str, object]) -> None:
+def require_same_settings(ranks: RankCollectives, settings: Mapping[str, object]) -> None:
     """Raise on all ranks if their settings differ.
 
     Values are compared by `repr`, and messages name them by key.

@@ -18,7 +18,7 @@ from ckptctl.errors import RefusedError, StorageError, format_option
 from ckptctl.planner.balance import assign_chunks, compute_work_share
 from ckptctl.planner.plan import Plan
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     gather_and_scatter,
     run_on_all_ranks,
     run_on_rank_zero,
@@ -38,7 +38,7 @@ VISIBLE_WITHIN_SECONDS = 90.0
 
 
 def select_rank_share(
-    ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]
+    ranks: RankCollectives, items: Sequence[T], nbytes: Callable[[T], int]
 ) -> Sequence[T]:
     """Select this rank's items, so that all ranks get about the same number of bytes."""
     if ranks.world == 1:
@@ -48,7 +48,7 @@ def select_rank_share(
     return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
 
 
-def hash_values(values: object) -> str:
+def hash_repr(values: object) -> str:
     """Return the SHA-256 hex digest of the `repr` of *values*."""
     import hashlib  # loads OpenSSL, which a single process does not need
 
@@ -59,21 +59,21 @@ def hash_sources(plan: Plan) -> str:
     """Hash the names, sizes and mtimes of a plan's source files, to compare them across ranks."""
     identities = [(name, identity) for name, identity in plan.sources.items()]
     identities += [(name, identity) for (_, name), identity in plan.inputs.items()]
-    return hash_values(
+    return hash_repr(
         sorted((name, identity.size, identity.mtime_ns) for name, identity in identities)
     )
 
 
 @contextmanager
-def staging_on_rank_zero(
-    ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
+def open_stage_on_rank_zero(
+    ranks: RankCollectives, open_stage: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
     """Yield the staging directory on rank 0, or None on other ranks.
 
     If creating it fails, all ranks raise.
     """
     with ExitStack() as stack:
-        yield run_on_rank_zero(ranks, lambda: stack.enter_context(staging()))
+        yield run_on_rank_zero(ranks, lambda: stack.enter_context(open_stage()))
 
 
 def execute_on_all_ranks(
@@ -81,7 +81,7 @@ def execute_on_all_ranks(
     stage: Staging | None,
     options: ExecutionOptions,
     progress: Advance,
-    ranks: Coordinator,
+    ranks: RankCollectives,
 ) -> Execution:
     """Execute *plan*, which must be equal on all ranks, with each rank writing a share.
 
@@ -103,30 +103,32 @@ def execute_on_all_ranks(
         run = run_on_all_ranks(ranks, start_run)
         run_on_rank_zero(ranks, run.output.create_files)
 
-        def require_seen() -> None:
+        def require_visible_files() -> None:
             if not run.output.have_full_size():
                 raise _invisible_output_error(root)
 
-        run_on_all_ranks(ranks, require_seen)
-        alarm = _FailureSignal(root.parent / "failed")
-        watched_progress = alarm.wrap_progress(lambda nbytes: progress(nbytes * ranks.world))
+        run_on_all_ranks(ranks, require_visible_files)
+        failure_signal = _FailureSignal(root.parent / "failed")
+        watched_progress = failure_signal.wrap_progress(
+            lambda nbytes: progress(nbytes * ranks.world)
+        )
 
         def fill_share() -> LedgerEntries | None:
-            with alarm, raise_changed_if(run.sources.require_unchanged):
+            with failure_signal, raise_changed_if(run.sources.require_unchanged):
                 run.fill_files(watched_progress)
                 run.sources.require_unchanged()
-            return None if alarm.was_triggered else run.export_entries()
+            return None if failure_signal.was_triggered else run.export_entries()
 
-        def finish_run(books: list[LedgerEntries | None]) -> list[Execution]:
+        def finish_run(ledger_entries: list[LedgerEntries | None]) -> list[Execution]:
             run.finish_shared_plan(
-                [rank_books for rank_books in books[1:] if rank_books is not None]
+                [rank_entries for rank_entries in ledger_entries[1:] if rank_entries is not None]
             )
-            return [run.build_result()] * len(books)
+            return [run.build_result()] * len(ledger_entries)
 
         return gather_and_scatter(ranks, fill_share, finish_run)
 
 
-def require_single_process(ranks: Coordinator) -> None:
+def require_single_process(ranks: RankCollectives) -> None:
     """Raise if ``--resume`` is used with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
@@ -137,7 +139,7 @@ def require_single_process(ranks: Coordinator) -> None:
         )
 
 
-def wait_for_path(path: Path) -> None:
+def wait_until_visible(path: Path) -> None:
     """Wait until *path*, published by another machine, is visible on this one.
 
     Raises:

@@ -52,7 +52,7 @@ class RemoteRun:
         with suppress(SourceNotFoundError):
             self.root.tree.resolve_url(self.root.url)
 
-    def is_free(self, name: str) -> bool:
+    def is_name_free(self, name: str) -> bool:
         """See :class:`~ckptctl.runs.run_store.RunStore`.
 
         Unfinished saves with a lock count as free, as acquiring the lock fails if a run holds it.
@@ -118,7 +118,7 @@ class RemoteDeletion:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
         return self._lock.read_store_clock()
 
-    def list_undeleted(self) -> list[str]:
+    def list_left_in_trash(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
         self._run.refresh_listing()
         return self._run.list_leftovers()
@@ -154,7 +154,7 @@ class RemoteDeletion:
             self._run.refresh_listing()
 
     def finish_removals(self) -> None:
-        """Finish interrupted removals where possible. :meth:`list_undeleted` lists the others."""
+        """Finish interrupted removals where possible. :meth:`list_left_in_trash` lists the others."""
         for name, doomed in self._run.find_interrupted_removals().items():
             store = open_store(self._run.root / name)
             objects = OutputObjects(store)

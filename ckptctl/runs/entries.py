@@ -13,7 +13,7 @@ from ckptctl.catalog import MANIFEST
 from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import RUN_FILE
-from ckptctl.runs.names import CheckpointName, is_last, parse_name, parse_staged_name
+from ckptctl.runs.names import CheckpointName, is_lightning_last, parse_name, parse_staged_name
 from ckptctl.runs.notes import read_recorded_step
 from ckptctl.storage.paths import build_path_hint, resolve_links
 from ckptctl.storage.writing import LOCK_NAME as LOCK
@@ -29,7 +29,7 @@ STATE_SUFFIXES = (
 """Endings of files that a trainer saves: weights, index, optimizer and trainer state."""
 INITIAL_WEIGHTS = "release"
 """Megatron's folder for initial weights."""
-SHOWN_RUNS = 3
+MAX_SHOWN_RUNS = 3
 """Maximum number of runs that an error message lists."""
 
 
@@ -40,37 +40,37 @@ class RunEntry:
     Attributes:
         time: Modification time of the newest file of weights or trainer state, in seconds since
             the epoch. Without such files, modification time of the newest other file.
-        touched: Modification time of the newest file or of the folder, whichever is later.
-        staging: Whether the entry is an unfinished save under a temporary name.
-        shared: Bytes of files with several hard links, which a removal does not free.
-        newest: Name of the file that *time* belongs to.
+        last_modified: Modification time of the newest file or of the folder, whichever is later.
+        is_staging: Whether the entry is an unfinished save under a temporary name.
+        shared_bytes: Bytes of files with several hard links, which a removal does not free.
+        newest_file: Name of the file that *time* belongs to.
         link: Target of a symbolic link, or an empty string.
     """
 
     path: TreePath
     parsed_name: CheckpointName
     nbytes: int
-    files: int
+    file_count: int
     time: float
-    touched: float
-    staging: bool
+    last_modified: float
+    is_staging: bool
     identity: FileIdentity
-    shared: int = 0
-    newest: str = ""
+    shared_bytes: int = 0
+    newest_file: str = ""
     link: str = ""
 
     @property
     def is_counted(self) -> bool:
         """Whether retention rules apply, unlike for links and Lightning's ``last.ckpt``."""
-        return not self.link and not is_last(self.path.name)
+        return not self.link and not is_lightning_last(self.path.name)
 
     def is_same(self, other: RunEntry) -> bool:
         """Return whether *other* has the same identity, times, size and number of files."""
-        return (self.identity, self.touched, self.nbytes, self.files) == (
+        return (self.identity, self.last_modified, self.nbytes, self.file_count) == (
             other.identity,
-            other.touched,
+            other.last_modified,
             other.nbytes,
-            other.files,
+            other.file_count,
         )
 
     def require_unchanged(self) -> None:
@@ -85,7 +85,7 @@ def is_run(root: TreePath) -> bool:
     if not root.is_dir():
         return False
     found_entries = (read_entry(item) for item in root.iterdir())
-    return any(entry is not None and not entry.staging for entry in found_entries)
+    return any(entry is not None and not entry.is_staging for entry in found_entries)
 
 
 def list_entries(root: TreePath) -> list[RunEntry]:
@@ -111,8 +111,8 @@ def read_entry(item: TreePath) -> RunEntry | None:
     A link to another checkpoint in the same folder is not an entry, and neither is a ``last.ckpt``
     that does not record its step.
     """
-    target = parse_staged_name(item.name)
-    if not parse_name(target or item.name) and not is_last(item.name):
+    final_name = parse_staged_name(item.name)
+    if not parse_name(final_name or item.name) and not is_lightning_last(item.name):
         return None
     try:
         link_status = item.lstat()
@@ -122,33 +122,33 @@ def read_entry(item: TreePath) -> RunEntry | None:
         return None
     if link and _points_to_sibling(item):
         return None
-    folder = stat.S_ISDIR(status.st_mode)
-    if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
-    parsed_name = parse_name(target or item.name)
+    parsed_name = parse_name(final_name or item.name)
     if parsed_name is None:  # last.ckpt, which contains its step
         step = read_recorded_step(item)
         if step is None:
             return None
         parsed_name = CheckpointName("last", (step,))
-    files = list(_iterate_files(item)) if folder else [(item.name, status)]
-    dated = (
+    files = list(_iterate_files(item)) if is_folder else [(item.name, status)]
+    dated_files = (
         (name.endswith(STATE_SUFFIXES), file.st_mtime, name)
         for name, file in files
         if name not in ADDED_FILES and stat.S_ISREG(file.st_mode)
     )
-    _, time, newest = max([(False, 0.0, ""), *dated])
+    _, time, newest = max([(False, 0.0, ""), *dated_files])
     return RunEntry(
         item,
         parsed_name,
         nbytes=sum(file.st_size for _, file in files),
-        files=len(files),
+        file_count=len(files),
         time=time or status.st_mtime,
-        touched=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
-        staging=target is not None,
+        last_modified=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
+        is_staging=final_name is not None,
         identity=FileIdentity.from_stat(link_status),
-        shared=sum(file.st_size for _, file in files if file.st_nlink > 1),
-        newest=newest,
+        shared_bytes=sum(file.st_size for _, file in files if file.st_nlink > 1),
+        newest_file=newest,
         link=link,
     )
 
@@ -156,25 +156,27 @@ def read_entry(item: TreePath) -> RunEntry | None:
 def _points_to_sibling(link: TreePath) -> bool:
     """Return whether *link* points to another checkpoint in the same folder."""
     target = resolve_links(link)
-    is_named = parse_name(target.name) is not None or is_last(target.name)
+    is_named = parse_name(target.name) is not None or is_lightning_last(target.name)
     return is_named and target.parent == resolve_links(link.parent)
 
 
-def list_last_without_step(root: TreePath) -> tuple[str, ...]:
+def list_last_ckpts_without_step(root: TreePath) -> tuple[str, ...]:
     """List the ``last.ckpt`` files of Lightning in *root* that do not record their step."""
-    lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
-    return tuple(sorted(item.name for item in lasts if read_recorded_step(item) is None))
+    last_files = (
+        item for item in root.iterdir() if is_lightning_last(item.name) and not item.is_symlink()
+    )
+    return tuple(sorted(item.name for item in last_files if read_recorded_step(item) is None))
 
 
 def _iterate_files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and ``lstat`` of each file below *folder*, except folders that vanish."""
-    waiting = [folder]
-    while waiting:
+    folders = [folder]
+    while folders:
         try:
-            for item in waiting.pop().iterdir():
+            for item in folders.pop().iterdir():
                 status = item.lstat()
                 if stat.S_ISDIR(status.st_mode):
-                    waiting.append(item)
+                    folders.append(item)
                 else:
                     yield item.name, status
         except OSError:
@@ -194,13 +196,13 @@ def _no_run_error(root: TreePath) -> FormatError:
             message = f"the run has no step yet, only its initial weights in `{INITIAL_WEIGHTS}`"
         return FormatError(message, where=str(root), why=why, hint=hint)
     if runs:
-        examples = quote_names([str(run) for run in runs], SHOWN_RUNS)
+        examples = quote_names([str(run) for run in runs], MAX_SHOWN_RUNS)
         hint = f"pass a folder with checkpoints, such as {examples}"
     why = (
         "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
         "epoch=E-step=S.ckpt, ..."
     )
-    without_step = list_last_without_step(root)
+    without_step = list_last_ckpts_without_step(root)
     if without_step:
         why = f"{quote_names(without_step)} does not record the step at which it was saved; {why}"
     return FormatError(message, where=str(root), why=why, hint=hint)

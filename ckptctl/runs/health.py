@@ -31,10 +31,10 @@ from ckptctl.verbs.verification.verify import verify_with_catalog as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, has_file_damage
 
-NOTE_FILES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
+CKPTCTL_FILES = frozenset({RUN_FILE, LOCK, OBJECTS_NAME})
 """Files that ckptctl adds to a checkpoint. A folder that contains only these counts as empty."""
 BUILT_IN_RULES = Path("megatron-core")
-AT_WORK_SECONDS = 600.0
+RECENT_CHANGE_SECONDS = 600.0
 """Seconds after its last change for which an incomplete checkpoint counts as being written."""
 MAX_METRIC_CHARS = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
@@ -161,12 +161,12 @@ def check_health(
     checkpoints of a run share.
     """
     try:
-        judged = _check_health(path, _HealthOptions(model, index_checks))
+        health = _check_health(path, _HealthOptions(model, index_checks))
     except OSError as error:
         message = StorageError.from_os_error(error, "read", str(path)).what
         return Health(Verdict.UNKNOWN, message, read_failed=True)
     raise_if_request_failed(path)
-    return judged
+    return health
 
 
 def examine_entry(
@@ -176,34 +176,34 @@ def examine_entry(
 
     *now* is in seconds since the epoch. For *model* and *index_checks*, see :func:`check_health`.
     """
-    judged = (
+    health = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
-        if entry.staging
+        if entry.is_staging
         else check_health(entry.path, model=model, index_checks=index_checks)
     )
     checkpoint = Checkpoint.from_entry(entry)
     checkpoint = replace(
         checkpoint,
         metrics={**entry.parsed_name.metrics, **read_metrics(entry.path, checkpoint.record)},
-        format=judged.format,
-        parts=judged.parts,
-        read_failed=judged.read_failed,
-        verdict=judged.verdict,
-        torn=judged.torn,
-        problem=judged.problem,
+        format=health.format,
+        parts=health.parts,
+        read_failed=health.read_failed,
+        verdict=health.verdict,
+        torn=health.torn,
+        problem=health.problem,
     )
     if checkpoint.complete:
         return checkpoint
     # The age of an incomplete checkpoint counts from the last change of any file.
-    checkpoint = replace(checkpoint, time=entry.touched)
-    staging = Path(entry.path) if entry.staging else get_staging_directory(Path(entry.path))
+    checkpoint = replace(checkpoint, time=entry.last_modified)
+    staging = Path(entry.path) if entry.is_staging else get_staging_directory(Path(entry.path))
     writer = lock.find_holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
-    age = now - entry.touched
-    if (judged.torn or judged.may_be_starting) and age < AT_WORK_SECONDS:
+    age = now - entry.last_modified
+    if (health.torn or health.may_be_starting) and age < RECENT_CHANGE_SECONDS:
         ago = f"{int(age / 60)} min" if age >= 60 else "less than a minute"
-        problem = f"{judged.problem}; modified {ago} ago"
+        problem = f"{health.problem}; modified {ago} ago"
         return replace(checkpoint, writing=True, problem=problem)
     return checkpoint
 
@@ -218,28 +218,34 @@ class _HealthOptions(NamedTuple):
 def _check_health(path: TreePath, options: _HealthOptions) -> Health:
     for folder in (path, *(item for item in _list_folder(path) if item.is_dir())):
         # a DCP save without .metadata, which is written last
-        if (begun := formats.find_interrupted_format(folder)) and not formats.sniff_formats(folder):
+        if (
+            interrupted_format := formats.find_interrupted_format(folder)
+        ) and not formats.sniff_formats(folder):
             missing = (folder / METADATA).relative_to(path)
             message = f"`{missing}` is missing"
-            return Health(Verdict.DAMAGED, message, format=begun.name, parts=(path,), torn=True)
-    problem = find_unfinished_error(path)
-    if problem is not None:
+            return Health(
+                Verdict.DAMAGED, message, format=interrupted_format.name, parts=(path,), torn=True
+            )
+    unfinished_error = find_unfinished_error(path)
+    if unfinished_error is not None:
         kind = next(iter(formats.sniff_formats(path)), None)
-        why = f" ({problem.why})" if problem.why else ""
-        text = f"{problem.what}{why}"
-        if isinstance(problem, UnfinishedError):
+        why = f" ({unfinished_error.why})" if unfinished_error.why else ""
+        text = f"{unfinished_error.what}{why}"
+        if isinstance(unfinished_error, UnfinishedError):
             return Health(Verdict.DAMAGED, text, format=kind, parts=(path,), torn=True)
-        failed = isinstance(problem, StorageError)
-        return Health(Verdict.UNKNOWN, text, format=kind, read_failed=failed)
+        read_failed = isinstance(unfinished_error, StorageError)
+        return Health(Verdict.UNKNOWN, text, format=kind, read_failed=read_failed)
     parts = (
         [path]
         if formats.sniff_formats(path)
         else formats.list_checkpoints(path) or formats.find_nested_checkpoints(path)
     )
     real = resolve_links(path)
-    outside = next((part for part in parts if not resolve_links(part).is_relative_to(real)), None)
-    if outside is not None:
-        message = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
+    outside_part = next(
+        (part for part in parts if not resolve_links(part).is_relative_to(real)), None
+    )
+    if outside_part is not None:
+        message = f"`{outside_part.relative_to(path)}` is a link to a path outside the checkpoint"
         return Health(Verdict.UNKNOWN, message)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff_formats(part))
     if sniffed:
@@ -254,10 +260,13 @@ def _combine_parts(
 ) -> Health:
     """Return the verdict of a part with an incomplete write, or else the worst verdict."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
-    several = len(parts) != len(sniffed)
-    healths = [_check_unrecognized(path, part, options) for part in _list_other_parts(path, parts)]
+    has_ambiguous_formats = len(parts) != len(sniffed)
+    healths = [
+        _check_unrecognized_part(path, part, options)
+        for part in _list_unrecognized_parts(path, parts)
+    ]
     for part, name in sniffed:
-        part_health = _verify_part(part, name if several else None, options)
+        part_health = _verify_part(part, name if has_ambiguous_formats else None, options)
         prefix = "" if part == path else f"`{part.relative_to(path)}`: "
         healths.append(
             replace(part_health, format=name, parts=parts, problem=prefix + part_health.problem)
@@ -273,7 +282,7 @@ def _combine_parts(
     return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
 
 
-def _list_other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
+def _list_unrecognized_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
     """List unrecognized folders next to *parts* that are named like parts."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     siblings = (item for folder in folders for item in _list_folder(folder) if item not in parts)
@@ -285,7 +294,7 @@ def _list_other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePat
     ]
 
 
-def _check_unrecognized(path: TreePath, part: TreePath, options: _HealthOptions) -> Health:
+def _check_unrecognized_part(path: TreePath, part: TreePath, options: _HealthOptions) -> Health:
     """Check the health of an unrecognized folder that is named like a part."""
     if part.is_symlink():
         part_health = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
@@ -300,13 +309,13 @@ def _has_no_files(path: TreePath) -> bool:
     """Return whether a file is empty, or a folder contains no files except notes."""
     if not path.is_dir():
         return path.stat().st_size == 0
-    waiting = [path]
-    while waiting:
-        for item in waiting.pop().iterdir():
-            if item.is_symlink() or not (item.is_dir() or item.name in NOTE_FILES):
+    folders = [path]
+    while folders:
+        for item in folders.pop().iterdir():
+            if item.is_symlink() or not (item.is_dir() or item.name in CKPTCTL_FILES):
                 return False
             if item.is_dir():
-                waiting.append(item)
+                folders.append(item)
     return True
 
 
@@ -318,22 +327,22 @@ def _list_folder(folder: TreePath) -> list[TreePath]:
         return []
 
 
-def _verify_part(path: TreePath, name: str | None, health_options: _HealthOptions) -> Health:
-    """Verify *path* at level ``fast``, in the format called *name* or a detected one."""
-    options = VerifyOptions(format=name, level="fast", model=health_options.model)
+def _verify_part(path: TreePath, format_name: str | None, health_options: _HealthOptions) -> Health:
+    """Verify *path* at level ``fast``, in the format called *format_name* or a detected one."""
+    options = VerifyOptions(format=format_name, level="fast", model=health_options.model)
     try:
-        verified, _ = verify(path, options, index_checks=health_options.index_checks)
+        verification, _ = verify(path, options, index_checks=health_options.index_checks)
     except MappingError as error:
         # Without rules for dividing tensors among ranks, files can still be checked.
         try:
-            verified, _ = verify(path, replace(options, rules=BUILT_IN_RULES))
+            verification, _ = verify(path, replace(options, rules=BUILT_IN_RULES))
         except CkptError:
             return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:
         finding = finding_from_error(error)
         verdict, torn = decide_verdict([finding]), has_file_damage([finding])
         return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
-    problem, findings = "", (*verified.errors, *verified.unknown)
+    problem, findings = "", (*verification.errors, *verification.unknown)
     if findings:
         first, *further = findings
         is_named = first.where in ("", str(path.absolute())) or first.where in first.what
@@ -341,8 +350,8 @@ def _verify_part(path: TreePath, name: str | None, health_options: _HealthOption
         more = f" and {pluralize(len(further), 'more problem')}" if further else ""
         problem = f"{first.what}{where}{more}"
     return Health(
-        verified.verdict,
+        verification.verdict,
         problem,
-        torn=verified.shows_damaged_files,
-        read_failed=verified.read_failed,
+        torn=verification.shows_damaged_files,
+        read_failed=verification.read_failed,
     )

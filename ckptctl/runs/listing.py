@@ -27,9 +27,9 @@ from ckptctl.planner.retention import find_abandoned_checkpoints, is_saved_befor
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.runs.entries import RunEntry, list_entries
 from ckptctl.runs.health import Checkpoint, examine_entry
-from ckptctl.runs.names import is_last
+from ckptctl.runs.names import is_lightning_last
 from ckptctl.runs.notes import read_recorded_step
-from ckptctl.runs.protections import Pointers, Protected, RunView, find_protections
+from ckptctl.runs.protections import CheckpointProtection, Pointers, RunView, find_protections
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339
@@ -49,7 +49,7 @@ COMPANION_FILES = (
 torchtune, Megatron, accelerate."""
 
 
-class RunMembers:
+class RunExaminer:
     """Checkpoints of a run, each of which is compared with the others of its series.
 
     If a file is missing that trainers write last and most other checkpoints have, the checkpoint
@@ -62,15 +62,15 @@ class RunMembers:
         series_by_path = {
             member.path: member.parsed_name.series
             for member in members
-            if member.is_counted and not member.staging
+            if member.is_counted and not member.is_staging
         }
-        self._have = {path: _list_companions(path) for path in series_by_path}
+        self._have = {path: _list_companion_files(path) for path in series_by_path}
         self._count = Counter(series_by_path.values())
         self._having = Counter(
             (series_by_path[p], name) for p, names in self._have.items() for name in names
         )
 
-    def examine_member(self, entry: RunEntry) -> Checkpoint:
+    def examine_checkpoint(self, entry: RunEntry) -> Checkpoint:
         """Verify one checkpoint, and record a missing file that most others have."""
         checkpoint = examine_entry(
             entry, self.now, model=self.model, index_checks=self._index_checks
@@ -78,7 +78,7 @@ class RunMembers:
         if not checkpoint.complete:
             return checkpoint
         path, series, is_member = entry.path, checkpoint.series, entry.path in self._have
-        have = self._have[path] if is_member else _list_companions(path)
+        have = self._have[path] if is_member else _list_companion_files(path)
         others = self._count[series] - is_member
         missing_files = (
             name
@@ -88,7 +88,7 @@ class RunMembers:
         return replace(checkpoint, lacks=next(missing_files, ""))
 
 
-def _list_companions(folder: TreePath) -> list[str]:
+def _list_companion_files(folder: TreePath) -> list[str]:
     return [name for name in COMPANION_FILES if _has_file(folder, name)]
 
 
@@ -182,11 +182,11 @@ def read_run(
     run_entries = [
         entry for entry in list_entries(root) if series in (None, entry.parsed_name.series)
     ]
-    examined = list(map(RunMembers(run_entries, now, model=model).examine_member, run_entries))
+    examined = list(map(RunExaminer(run_entries, now, model=model).examine_checkpoint, run_entries))
     pointers = Pointers.read(root)
     protected = find_protections(RunView(root, examined, pointers, in_use, protect_abandoned))
     checkpoints = (
-        replace(checkpoint, **protected.get(checkpoint.name, Protected())._asdict())
+        replace(checkpoint, **protected.get(checkpoint.name, CheckpointProtection())._asdict())
         for checkpoint in examined
     )
     names = {item.name for item in root.iterdir()} - {entry.path.name for entry in run_entries}
@@ -219,7 +219,7 @@ class Newest(Result):
         return self.chosen.path
 
 
-def find_newest(
+def find_newest_checkpoint(
     root: TreePath,
     now: float | None = None,
     series: str | None = None,
@@ -241,7 +241,7 @@ def find_newest(
         for candidate in list_entries(root)
         if series in (None, candidate.parsed_name.series)
     ]
-    company = RunMembers([candidate.entry for candidate in checkpoints], now, model=model)
+    examiner = RunExaminer([candidate.entry for candidate in checkpoints], now, model=model)
     ordered_checkpoints = sorted(
         checkpoints, key=lambda candidate: (candidate.order, candidate.time), reverse=True
     )
@@ -249,7 +249,9 @@ def find_newest(
         candidate for candidate in ordered_checkpoints if not candidate.entry.link
     )
     by_preference = sorted(ordered_checkpoints, key=lambda candidate: candidate.name in abandoned)
-    complete, skipped = _examine_newest(root, by_preference, company, damaged_names or {})
+    complete, skipped = _find_complete_checkpoints(
+        root, by_preference, examiner, damaged_names or {}
+    )
     furthest = _select_furthest(complete)
     chosen = max(furthest, key=lambda candidate: candidate.entry.time)
 
@@ -272,18 +274,19 @@ def find_newest(
         tuple(skipped),
         # last.ckpt may be a second name of the chosen checkpoint.
         tuple(
-            o
-            for o in others
-            if not is_last(o.name) or _find_saved_step(o) != _find_saved_step(chosen)
+            other
+            for other in others
+            if not is_lightning_last(other.name)
+            or _read_saved_step(other) != _read_saved_step(chosen)
         ),
-        tuple(_iterate_doubts(chosen, ordered_checkpoints, abandoned, company)),
+        tuple(_iterate_doubts(chosen, ordered_checkpoints, abandoned, examiner)),
     )
 
 
-def _examine_newest(
+def _find_complete_checkpoints(
     root: TreePath,
     checkpoints: Sequence[Checkpoint],
-    company: RunMembers,
+    examiner: RunExaminer,
     damaged_names: Mapping[str, str],
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """Find the first complete checkpoint of each series, or raise if there is none.
@@ -297,7 +300,7 @@ def _examine_newest(
         name = candidate.name
         if any(candidate.series == other.series for other in complete):
             continue
-        checkpoint = company.examine_member(candidate.entry)
+        checkpoint = examiner.examine_checkpoint(candidate.entry)
         if name in damaged_names:
             checkpoint = replace(
                 checkpoint, verdict=Verdict.DAMAGED, torn=True, problem=damaged_names[name]
@@ -306,7 +309,7 @@ def _examine_newest(
     if complete:
         return complete, skipped
     _require_skippable(skipped)
-    last = max(skipped, key=lambda one: one.entry.time)
+    last = max(skipped, key=lambda skipped_checkpoint: skipped_checkpoint.entry.time)
     more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
     raise SourceNotFoundError(
         "no complete checkpoint found",
@@ -320,7 +323,7 @@ def _iterate_doubts(
     chosen: Checkpoint,
     candidates: Sequence[Checkpoint],
     abandoned: Mapping[str, int],
-    company: RunMembers,
+    examiner: RunExaminer,
 ) -> Iterator[str]:
     """Yield reasons to doubt that *chosen* is the newest."""
     series_members = [
@@ -362,7 +365,7 @@ def _iterate_doubts(
     later = [
         member
         for member in lower
-        if is_saved_before(chosen, member) and company.examine_member(member.entry).complete
+        if is_saved_before(chosen, member) and examiner.examine_checkpoint(member.entry).complete
     ]
     if later:
         last = max(later, key=lambda member: (member.lineage.save, member.entry.time))
@@ -375,7 +378,7 @@ def _iterate_doubts(
 
 def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     """Drop ``last.ckpt``, or the numbered checkpoints if all of them are behind it."""
-    last = next((candidate for candidate in candidates if is_last(candidate.name)), None)
+    last = next((candidate for candidate in candidates if is_lightning_last(candidate.name)), None)
     numbered = [
         candidate
         for candidate in candidates
@@ -383,7 +386,7 @@ def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     ]
     if last is None or not numbered:
         return candidates
-    behind = [candidate for candidate in numbered if _find_saved_step(candidate) < last.step]
+    behind = [candidate for candidate in numbered if _read_saved_step(candidate) < last.step]
     return [
         candidate
         for candidate in candidates
@@ -391,7 +394,7 @@ def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     ]
 
 
-def _find_saved_step(checkpoint: Checkpoint) -> int:
+def _read_saved_step(checkpoint: Checkpoint) -> int:
     """Read the step that the checkpoint records, or return the step in its name."""
     recorded_step = read_recorded_step(checkpoint.path)
     return checkpoint.step if recorded_step is None else recorded_step

@@ -66,7 +66,7 @@ def parse_name(name: str) -> CheckpointName | None:
     return _parse_lightning_name(name)
 
 
-def is_last(name: str) -> bool:
+def is_lightning_last(name: str) -> bool:
     """Return whether *name* is a name that Lightning's ``save_last=True`` uses (``last.ckpt``)."""
     return _LAST.fullmatch(name) is not None
 

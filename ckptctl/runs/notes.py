@@ -94,10 +94,10 @@ def _parse_count(value: object) -> int:
     return value
 
 
-def encode_record(
-    rated: Mapping[str, float],
+def encode_run_record(
+    metrics: Mapping[str, float],
     lineage: Lineage,
-    replaced_members: Mapping[str, object] | None = None,
+    previous_members: Mapping[str, object] | None = None,
 ) -> bytes:
     """Encode a run record as JSON, with the other members of the record that it replaces."""
     save_members = {
@@ -106,7 +106,7 @@ def encode_record(
     }
     save_members |= {"left": lineage.left} if lineage.left else {}
     counted = save_members if lineage.save else {}
-    record = {"schema": SCHEMA, **(replaced_members or {}), **counted, "metrics": dict(rated)}
+    record = {"schema": SCHEMA, **(previous_members or {}), **counted, "metrics": dict(metrics)}
     return json.dumps(record, indent=2).encode()
 
 
@@ -115,18 +115,18 @@ class TrainerNotes:
     """Record of a trainer, or of its callbacks, in a checkpoint.
 
     Attributes:
-        best: Names or paths of the best checkpoints.
+        best_checkpoints: Names or paths of the best checkpoints.
         scores: Metrics of this checkpoint.
         step: Step of the save, or None if it is not recorded.
         error: Error that prevented reading the record to its end.
-        exists: Whether a trainer state exists that is not empty or cannot be read.
+        has_state: Whether a trainer state exists that is not empty or cannot be read.
     """
 
-    best: tuple[str, ...] = ()
+    best_checkpoints: tuple[str, ...] = ()
     scores: Mapping[str, object] = field(default_factory=dict)
     step: int | None = None
     error: CkptError | None = None
-    exists: bool = False
+    has_state: bool = False
 
 
 def read_lightning_notes(path: TreePath) -> TrainerNotes:
@@ -233,14 +233,14 @@ def read_trainer_state(folder: TreePath) -> TrainerNotes:
     except (FileNotFoundError, NotADirectoryError):
         is_broken_link = path.is_symlink()
         return (
-            TrainerNotes(exists=True, error=FormatError("it is a broken link"))
+            TrainerNotes(has_state=True, error=FormatError("it is a broken link"))
             if is_broken_link
             else TrainerNotes()
         )
     except CkptError as error:
-        return TrainerNotes(exists=True, error=error)
+        return TrainerNotes(has_state=True, error=error)
     except OSError as error:
-        return TrainerNotes(exists=True, error=_storage_error(error))
+        return TrainerNotes(has_state=True, error=_storage_error(error))
     except _TruncatedStateError as error:  # not cached, since another try may succeed
         return error.state
 
@@ -250,15 +250,15 @@ def _parse_trainer_state(path: TreePath, _: FileIdentity) -> TrainerNotes:
     """Parse a trainer state, twice if its log comes before the step."""
     members: dict[str, object] = {}
     try:
-        log_was_first, rated = _parse_once(path, members)
+        log_was_first, step_metrics = _parse_state_file(path, members)
         if log_was_first:
-            rated = _parse_once(path, members)[1]
-        return TrainerNotes(_list_best(members), rated, exists=bool(members))
+            step_metrics = _parse_state_file(path, members)[1]
+        return TrainerNotes(_list_best(members), step_metrics, has_state=bool(members))
     except OSError as error:
-        cut: CkptError = _storage_error(error)
+        parse_error: CkptError = _storage_error(error)
     except (ValueError, RecursionError) as error:
-        cut = FormatError(str(error)[:300])
-    raise _TruncatedStateError(TrainerNotes(_list_best(members), error=cut, exists=True))
+        parse_error = FormatError(str(error)[:300])
+    raise _TruncatedStateError(TrainerNotes(_list_best(members), error=parse_error, has_state=True))
 
 
 def _list_best(members: Mapping[str, object]) -> tuple[str, ...]:
@@ -266,14 +266,16 @@ def _list_best(members: Mapping[str, object]) -> tuple[str, ...]:
     return (best,) if best and isinstance(best, str) else ()
 
 
-def _parse_once(path: TreePath, members: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
+def _parse_state_file(
+    path: TreePath, members: dict[str, object]
+) -> tuple[bool, Mapping[str, object]]:
     """Parse the file at *path* once, and add its keys to *members*.
 
     Returns:
         Whether the log came before the step, and the log entry of the step.
     """
     log_was_first, seen_keys = False, set()
-    rated: dict[str, object] = {}
+    step_metrics: dict[str, object] = {}
     with path.open("r", encoding="utf-8-sig") as file:
         text = JsonTextReader(file)
         for key in text.iterate_keys():
@@ -285,9 +287,9 @@ def _parse_once(path: TreePath, members: dict[str, object]) -> tuple[bool, Mappi
                 members[LOG_KEY] = None
                 for entry in text.iterate_items():
                     if isinstance(entry, dict) and entry.get("step") == members.get(STEP_KEY):
-                        rated |= entry
+                        step_metrics |= entry
             else:
                 value = text.read_value()
                 members[key] = value if key in (BEST_KEY, STEP_KEY) else None
         text.require_end()
-    return log_was_first, rated
+    return log_was_first, step_metrics

@@ -7,7 +7,7 @@ is never removed. It either *stays* and counts for the rules of ``prune`` like a
 Many protections identify a checkpoint by a text. The text may be a name, a step, a path of this
 system or of Windows, or the path of a file inside the checkpoint. It may be quoted, one of several
 lines, or a value in JSON. A pointer that cannot be interpreted protects all checkpoints: see
-:meth:`Pointers.require_understood`.
+:meth:`Pointers.require_interpretable`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.retention import BEING_WRITTEN, NOT_INTERRUPTED, find_abandoned_checkpoints
 from ckptctl.runs.entries import read_entry
 from ckptctl.runs.health import Checkpoint, check_health
-from ckptctl.runs.names import is_last, parse_name, parse_staged_name
+from ckptctl.runs.names import is_lightning_last, parse_name, parse_staged_name
 from ckptctl.runs.notes import (
     LAST_CHECKPOINT,
     TRAINER_STATE,
@@ -55,22 +55,22 @@ SHOWN_CHARS = 80
 IN_USE_REASON = "the running training process"
 STEPLESS_NAMES = frozenset({"release"})
 """Megatron's name for published weights, in place of a step."""
-MAX_PARTS = 256
+MAX_TEXT_PARTS = 256
 """Maximum number of parts of a text that are looked up."""
-MAX_HOPS = 40
+MAX_LINK_HOPS = 40
 """Maximum length of a chain of links, as in Linux (man 7 path_resolution)."""
 MAX_ENTRIES = 1_000_000
 """Maximum number of entries searched below one folder of the run."""
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-_BETWEEN = re.compile(r"[\\/\r\n]+")
+_SEPARATORS = re.compile(r"[\\/\r\n]+")
 _QUOTED = re.compile(r'"([^"\r\n]*)"')
-_AROUND = " \t\"'`“”‘’«»{}[]()<>,;"
+_STRIPPED_CHARS = " \t\"'`“”‘’«»{}[]()<>,;"
 _NUMBER = re.compile(
     r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
     re.ASCII | re.MULTILINE,
 )
 """Number on a separate line, or as a value in JSON."""
-_LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
+_STEP_LIKE_NAME = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 
 NameResolver = Callable[[str], str | None]
 
@@ -92,14 +92,14 @@ class PointerFile(NamedTuple):
         try:
             if not (root / file).is_file():
                 return cls()
-            content, is_whole = read_pointer(root, file, MAX_POINTER_BYTES)
+            content, is_complete = read_pointer(root, file, MAX_POINTER_BYTES)
         except CkptError as error:
             return cls(error=error)
         except OSError as error:
             return cls(error=StorageError(str(error)))
         marks = (name for mark, name in _BYTE_ORDER_MARKS if content.startswith(mark))
         text = content.decode(next(marks, "utf-8"), "replace")
-        return cls(text.replace("\0", "").removeprefix("\ufeff").strip(), is_whole)
+        return cls(text.replace("\0", "").removeprefix("\ufeff").strip(), is_complete)
 
     @property
     def names_checkpoint(self) -> bool:
@@ -121,25 +121,32 @@ class Pointers:
         """Read all pointer files in *root*."""
         return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
 
-    def _list_members(self) -> list[TreePath]:
+    def _list_checkpoint_paths(self) -> list[TreePath]:
         named_members = (
-            item for item in self.root.iterdir() if parse_name(item.name) or is_last(item.name)
+            item
+            for item in self.root.iterdir()
+            if parse_name(item.name) or is_lightning_last(item.name)
         )
         return sorted(named_members)
 
-    def require_understood(self) -> None:
+    def require_interpretable(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
 
         A checkpoint with an incomplete write need not be readable, because training does not
         resume from it. The best checkpoint that it names is protected only if the name can be read.
         """
-        root, members = self.root, [item for item in self._list_members() if not item.is_symlink()]
+        root, members = (
+            self.root,
+            [item for item in self._list_checkpoint_paths() if not item.is_symlink()],
+        )
         names = [item.name for item in members]
         resolve_name = build_name_resolver(root, names)
-        for file, (text, is_whole, error) in self.files.items():
-            _require_read(root / file, error)
-            is_known = find_mentioned(text, names, resolve_name) or is_known_reference(text, root)
-            if not is_whole or (text and not is_known):
+        for file, (text, is_complete, error) in self.files.items():
+            _raise_if_unreadable(root / file, error)
+            is_known = find_mentioned_checkpoints(text, names, resolve_name) or is_known_reference(
+                text, root
+            )
+            if not is_complete or (text and not is_known):
                 raise RefusedError(
                     "a pointer has unrecognized content",
                     where=str(root / file),
@@ -147,30 +154,30 @@ class Pointers:
                     "the checkpoint that it names could be removed",
                     hint="write the name of a checkpoint into it, or move it away",
                 )
-        _require_read(root / TRAINER_STATE, read_trainer_state(root).error)
+        _raise_if_unreadable(root / TRAINER_STATE, read_trainer_state(root).error)
         for path in members:
             note, state = read_lightning_notes(path), read_trainer_state(path)
             has_torn_write = (note.error or state.error) and check_health(path, model=False).torn
             if not has_torn_write or (
-                is_last(path.name) and isinstance(note.error, StorageError | None)
+                is_lightning_last(path.name) and isinstance(note.error, StorageError | None)
             ):
-                _require_read(path, note.error)
+                _raise_if_unreadable(path, note.error)
             if not has_torn_write:
-                _require_read(path / TRAINER_STATE, state.error)
+                _raise_if_unreadable(path / TRAINER_STATE, state.error)
 
-    def iterate_dangling(self) -> Iterator[str]:
+    def iterate_dangling_notes(self) -> Iterator[str]:
         """Yield a message for each pointer file whose checkpoint no longer exists."""
-        names = [item.name for item in self._list_members()]
+        names = [item.name for item in self._list_checkpoint_paths()]
         resolve_name = build_name_resolver(self.root, names)
         for file, pointer in self.files.items():
-            if pointer.names_checkpoint and not find_mentioned(
+            if pointer.names_checkpoint and not find_mentioned_checkpoints(
                 pointer.content, names, resolve_name
             ):
                 text = pointer.content[:SHOWN_CHARS]
                 yield f"`{file}` names checkpoint {text!r}, which does not exist"
 
 
-def _require_read(path: TreePath, error: CkptError | None) -> None:
+def _raise_if_unreadable(path: TreePath, error: CkptError | None) -> None:
     if error:
         failed = isinstance(error, StorageError)
         raise (StorageError if failed else RefusedError)(
@@ -219,7 +226,9 @@ class RunView:
     def names(self) -> list[str]:
         """Names of finished checkpoints that are not links."""
         return [
-            checkpoint.name for checkpoint in self.real_checkpoints if not checkpoint.entry.staging
+            checkpoint.name
+            for checkpoint in self.real_checkpoints
+            if not checkpoint.entry.is_staging
         ]
 
     def select_names(self, condition: Callable[[Checkpoint], bool]) -> list[str]:
@@ -234,18 +243,18 @@ class Protection:
     Attributes:
         trainer: Program that writes the file.
         file: File that contains the claim.
-        claims: Function that yields the claims on checkpoints of a run.
+        find_claims: Function that yields the claims on checkpoints of a run.
         effect: ``stays``, or ``left alone`` if the checkpoint also does not count for the rules.
     """
 
     name: str
     trainer: str
     file: str
-    claims: Callable[[RunView], Iterator[Claim]]
+    find_claims: Callable[[RunView], Iterator[Claim]]
     effect: Literal["stays", "left alone"] = "stays"
 
 
-class Protected(NamedTuple):
+class CheckpointProtection(NamedTuple):
     """Protection of one checkpoint.
 
     Attributes:
@@ -257,26 +266,28 @@ class Protected(NamedTuple):
     exempt: str = ""
 
 
-def find_protections(view: RunView) -> dict[str, Protected]:
+def find_protections(view: RunView) -> dict[str, CheckpointProtection]:
     """Map the name of each protected checkpoint to its protection."""
     known_names, names = {checkpoint.name for checkpoint in view.checkpoints}, view.names
     resolve_name = build_name_resolver(view.root, names)
-    protections: dict[str, Protected] = {}
+    protections: dict[str, CheckpointProtection] = {}
     for protection in PROTECTIONS:
-        for claim in protection.claims(view):
+        for claim in protection.find_claims(view):
             claimed_names = (
-                find_mentioned(claim.text, names, resolve_name) if claim.text else (claim.name,)
+                find_mentioned_checkpoints(claim.text, names, resolve_name)
+                if claim.text
+                else (claim.name,)
             )
             for name in claimed_names:
                 name = name if name in known_names else resolve_name(name) or ""
                 if not name:
                     continue
-                pinned, exempt = protections.get(name, Protected())
+                pinned, exempt = protections.get(name, CheckpointProtection())
                 if protection.effect == "left alone":
                     exempt = exempt or claim.reason
                 elif claim.reason not in pinned:
                     pinned = (*pinned, claim.reason)
-                protections[name] = Protected(pinned, exempt)
+                protections[name] = CheckpointProtection(pinned, exempt)
     return protections
 
 
@@ -288,43 +299,48 @@ def _claim_pointer(file: str, view: RunView) -> Iterator[Claim]:
     yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
-def _claim_best_of_trainer(view: RunView) -> Iterator[Claim]:
+def _claim_best_of_transformers(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoint according to transformers' newest trainer states.
 
     If a state is truncated, its readable beginning counts, and so does the newest state that can
     be read to its end.
     """
     states = {name: read_trainer_state(view.root / name) for name in view.names}
-    stating = [name for name in view.names if states[name].exists]
-    newest = _select_newest(stating, view)
-    clear = _select_newest([name for name in stating if not states[name].error], view)
-    yield from (
-        Claim(f"`{TRAINER_STATE}` as the best", text=t) for t in read_trainer_state(view.root).best
+    names_with_state = [name for name in view.names if states[name].has_state]
+    newest = _select_newest(names_with_state, view)
+    newest_readable = _select_newest(
+        [name for name in names_with_state if not states[name].error], view
     )
-    for name in dict.fromkeys((*newest, *clear)):
-        cut = (
+    yield from (
+        Claim(f"`{TRAINER_STATE}` as the best", text=t)
+        for t in read_trainer_state(view.root).best_checkpoints
+    )
+    for name in dict.fromkeys((*newest, *newest_readable)):
+        truncated_names = (
             candidate
             for candidate in newest
-            if states[candidate].error and _find_series(candidate) == _find_series(name)
+            if states[candidate].error and _get_series(candidate) == _get_series(name)
         )
-        truncated_name = next((candidate for candidate in cut if candidate != name), None)
-        instead = f" of `{name}` as the best (the one of `{truncated_name}` cannot be read)"
-        reason = f"`{TRAINER_STATE}`{instead if truncated_name else ' as the best'}"
-        yield from (Claim(reason, text=text) for text in states[name].best)
+        truncated_name = next(
+            (candidate for candidate in truncated_names if candidate != name), None
+        )
+        fallback_text = f" of `{name}` as the best (the one of `{truncated_name}` cannot be read)"
+        reason = f"`{TRAINER_STATE}`{fallback_text if truncated_name else ' as the best'}"
+        yield from (Claim(reason, text=text) for text in states[name].best_checkpoints)
 
 
 def _claim_best_of_lightning(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoints according to Lightning's newest states."""
-    lasts = (name for name in view.names if is_last(name))
-    for name in dict.fromkeys((LAST_CHECKPOINT, *lasts, *_select_newest(view.names, view))):
-        for best in read_lightning_notes(view.root / name).best:
+    last_names = (name for name in view.names if is_lightning_last(name))
+    for name in dict.fromkeys((LAST_CHECKPOINT, *last_names, *_select_newest(view.names, view))):
+        for best in read_lightning_notes(view.root / name).best_checkpoints:
             yield Claim(f"`{name}` as the best", text=best)
 
 
-def _claim_linked(view: RunView) -> Iterator[Claim]:
+def _claim_link_targets(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that links lead to, into or through."""
     links = {checkpoint.name for checkpoint in view.checkpoints if checkpoint.entry.link}
-    for name, link in iterate_linked(view.root, view.names):
+    for name, link in iterate_link_targets(view.root, view.names):
         if name not in links:
             yield Claim(link, name)
 
@@ -356,8 +372,10 @@ def _claim_links(view: RunView) -> Iterator[Claim]:
 
 def _claim_last(view: RunView) -> Iterator[Claim]:
     """Claim ``last.ckpt``, which Lightning overwrites with each save and opens next."""
-    lasts = (checkpoint.name for checkpoint in view.checkpoints if is_last(checkpoint.name))
-    yield from (Claim("the newest according to its trainer", name) for name in lasts)
+    last_names = (
+        checkpoint.name for checkpoint in view.checkpoints if is_lightning_last(checkpoint.name)
+    )
+    yield from (Claim("the newest according to its trainer", name) for name in last_names)
 
 
 def _claim_unreadable_records(view: RunView) -> Iterator[Claim]:
@@ -374,12 +392,15 @@ def _claim_unreadable_records(view: RunView) -> Iterator[Claim]:
 
 def _claim_being_written(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are locked, or incomplete and changed recently."""
-    yield from (Claim(BEING_WRITTEN, name) for name in view.select_names(lambda one: one.writing))
+    yield from (
+        Claim(BEING_WRITTEN, name)
+        for name in view.select_names(lambda checkpoint: checkpoint.writing)
+    )
 
 
-def _claim_not_torn(view: RunView) -> Iterator[Claim]:
+def _claim_not_interrupted(view: RunView) -> Iterator[Claim]:
     """Claim checkpoints that are not complete, but show no incomplete write."""
-    names = view.select_names(lambda one: not (one.complete or one.torn))
+    names = view.select_names(lambda checkpoint: not (checkpoint.complete or checkpoint.torn))
     yield from (Claim(NOT_INTERRUPTED, name) for name in names)
 
 
@@ -394,16 +415,19 @@ def _select_newest(names: Sequence[str], view: RunView) -> list[str]:
     A checkpoint with an incomplete write may name itself as the best, so the newest complete
     checkpoint and the newest one without an incomplete write count as well.
     """
-    series_by_name = {name: series for name in names if (series := _find_series(name))}
-    bases = view.select_names(lambda one: one.complete), view.select_names(_is_resumable)
+    series_by_name = {name: series for name in names if (series := _get_series(name))}
+    candidate_sets = (
+        view.select_names(lambda checkpoint: checkpoint.complete),
+        view.select_names(_is_resumable),
+    )
     newest = [
         {series: name for name, series in series_by_name.items() if name in selection}.values()
-        for selection in (series_by_name, *bases)
+        for selection in (series_by_name, *candidate_sets)
     ]
     return list(dict.fromkeys(chain.from_iterable(newest)))
 
 
-def _find_series(name: str) -> str:
+def _get_series(name: str) -> str:
     parsed_name = parse_name(name)
     return parsed_name.series if parsed_name else ""
 
@@ -420,16 +444,20 @@ def has_pointer_to_entry(root: TreePath) -> bool:
     view = RunView(root, [Checkpoint.from_entry(entry) for entry in found_entries], pointers)
     names = [checkpoint.name for checkpoint in view.checkpoints if checkpoint.path.is_dir()]
     resolve_name = build_name_resolver(root, names)
-    texts = (claim.text for protection in NAMING for claim in protection.claims(view))
-    return any(find_mentioned(text, names, resolve_name) for text in texts) or any(
-        name in names for name, _ in iterate_linked(root, names, only_nearby=True)
+    texts = (
+        claim.text for protection in NAMING_PROTECTIONS for claim in protection.find_claims(view)
+    )
+    return any(find_mentioned_checkpoints(text, names, resolve_name) for text in texts) or any(
+        name in names for name, _ in iterate_link_targets(root, names, only_nearby=True)
     )
 
 
 # --- checkpoints that a text mentions -------------------------------------------------------------
 
 
-def find_mentioned(text: str, names: Sequence[str], resolve_name: NameResolver) -> tuple[str, ...]:
+def find_mentioned_checkpoints(
+    text: str, names: Sequence[str], resolve_name: NameResolver
+) -> tuple[str, ...]:
     """Return the checkpoints that *text* mentions, by name, path or number."""
     # Only as separate words: step-10 does not mention step-1.
     words = (
@@ -451,12 +479,12 @@ def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
     """
 
     @cache
-    def map_places() -> Mapping[tuple[int, int], str]:
-        return {place: name for name in names if (place := _find_place(root / name))}
+    def map_inodes() -> Mapping[tuple[int, int], str]:
+        return {inode: name for name in names if (inode := _read_inode(root / name))}
 
     def resolve_name(name: str) -> str | None:
-        place = _find_place(root / name) if name else None
-        return map_places().get(place) if place else None
+        inode = _read_inode(root / name) if name else None
+        return map_inodes().get(inode) if inode else None
 
     return resolve_name
 
@@ -467,7 +495,7 @@ def is_known_reference(text: str, root: TreePath) -> bool:
     The text may name a missing checkpoint, another entry of the folder, or an existing path
     elsewhere.
     """
-    if text in STEPLESS_NAMES or _LIKE_A_STEP.fullmatch(text) or has_checkpoint_name(text):
+    if text in STEPLESS_NAMES or _STEP_LIKE_NAME.fullmatch(text) or has_checkpoint_name(text):
         return True
     parts = [part for part in _split_text(text) if part not in (os.curdir, os.pardir)]
     with suppress(ValueError):
@@ -479,18 +507,19 @@ def is_known_reference(text: str, root: TreePath) -> bool:
 def has_checkpoint_name(text: str) -> bool:
     """Return whether *text* contains a name of a checkpoint, existing or not."""
     return any(
-        parse_name(part) or parse_staged_name(part) or is_last(part) for part in _split_text(text)
+        parse_name(part) or parse_staged_name(part) or is_lightning_last(part)
+        for part in _split_text(text)
     )
 
 
 def _split_text(text: str) -> list[str]:
     """Split a text into path components and quoted strings, without quotes."""
     words = [text, *_QUOTED.findall(text)]
-    parts = (part.strip(_AROUND) for word in words for part in _BETWEEN.split(word))
-    return [part for part in dict.fromkeys(parts) if part][:MAX_PARTS]
+    parts = (part.strip(_STRIPPED_CHARS) for word in words for part in _SEPARATORS.split(word))
+    return [part for part in dict.fromkeys(parts) if part][:MAX_TEXT_PARTS]
 
 
-def _find_place(path: TreePath) -> tuple[int, int] | None:
+def _read_inode(path: TreePath) -> tuple[int, int] | None:
     with suppress(OSError, ValueError):
         status = path.lstat()
         return (status.st_dev, status.st_ino) if status.st_ino else None
@@ -500,7 +529,7 @@ def _find_place(path: TreePath) -> tuple[int, int] | None:
 # --- targets of links -----------------------------------------------------------------------------
 
 
-def iterate_linked(
+def iterate_link_targets(
     root: TreePath, names: Sequence[str], *, only_nearby: bool = False
 ) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, with text that names the link.
@@ -510,24 +539,26 @@ def iterate_linked(
     """
     if is_url(root):
         return
-    real = resolve_links(Path(root))
-    folders = () if only_nearby else (*names, *_iterate_other_folders(real, names))
-    inner_links = ((name, link) for name in folders for link in _iterate_links(real, name))
-    items = (item for folder in (real, real.parent) for item in _list_folder(folder))
+    real_root = resolve_links(Path(root))
+    folders = () if only_nearby else (*names, *_iterate_other_folders(real_root, names))
+    inner_links = ((name, link) for name in folders for link in _iterate_links(real_root, name))
+    items = (item for folder in (real_root, real_root.parent) for item in _list_folder(folder))
     nearby_links = (("", Path(item.path)) for item in items if item.is_symlink())
     for folder, link in chain(nearby_links, inner_links):
         if link is None:
-            full = f"`{folder}`, which has too many entries to search for links"
-            yield from ((name, full) for name in names)
+            overflow_reason = f"`{folder}`, which has too many entries to search for links"
+            yield from ((name, overflow_reason) for name in names)
             continue
         with suppress(OSError, RuntimeError, ValueError):
             # Entries that the link needs: without any one of them it would be broken.
-            passed = (
-                at.relative_to(real).parts for at in _iterate_hops(link) if at.is_relative_to(real)
+            traversed_parts = (
+                at.relative_to(real_root).parts
+                for at in _iterate_hops(link)
+                if at.is_relative_to(real_root)
             )
-            for name in dict.fromkeys(parts[0] for parts in passed if parts):
-                if not link.is_relative_to(real / name):
-                    yield name, f"the link `{os.path.relpath(link, real)}`"
+            for name in dict.fromkeys(parts[0] for parts in traversed_parts if parts):
+                if not link.is_relative_to(real_root / name):
+                    yield name, f"the link `{os.path.relpath(link, real_root)}`"
 
 
 def _iterate_hops(link: Path) -> Iterator[Path]:
@@ -535,22 +566,22 @@ def _iterate_hops(link: Path) -> Iterator[Path]:
 
     The folder of *link* must be a real path.
     """
-    at, pending, hops = link.parent, [link.name], 0
+    current, pending, hops = link.parent, [link.name], 0
     while pending:
         part = pending.pop(0)
         if part == os.pardir:
-            at = at.parent
+            current = current.parent
             continue
-        hop = at / part
+        hop = current / part
         yield hop
         if not hop.is_symlink():
-            at = hop
+            current = hop
             continue
         hops += 1
-        if hops > MAX_HOPS:
+        if hops > MAX_LINK_HOPS:
             return
         target = hop.readlink()
-        at = Path(target.anchor) if target.is_absolute() else at
+        current = Path(target.anchor) if target.is_absolute() else current
         pending = [*(word for word in target.parts if word != target.anchor), *pending]
 
 
@@ -565,16 +596,16 @@ def _iterate_other_folders(root: Path, names: Sequence[str]) -> Iterator[str]:
 
 def _iterate_links(root: Path, name: str) -> Iterator[Path | None]:
     """Yield the links below a folder of *root* in order, then None if there may be more."""
-    waiting = [iter(_list_folder(root / name))]
+    stack = [iter(_list_folder(root / name))]
     for _ in range(MAX_ENTRIES):
-        while waiting and (item := next(waiting[-1], None)) is None:
-            waiting.pop()
-        if not waiting or item is None:
+        while stack and (item := next(stack[-1], None)) is None:
+            stack.pop()
+        if not stack or item is None:
             return
         if item.is_symlink():
             yield Path(item.path)
         elif item.is_dir(follow_symlinks=False):
-            waiting.append(iter(_list_folder(item.path)))
+            stack.append(iter(_list_folder(item.path)))
     yield None
 
 
@@ -587,19 +618,19 @@ def _list_folder(folder: Path | str) -> list[os.DirEntry[str]]:
         return []
 
 
-NAMING: tuple[Protection, ...] = (
+NAMING_PROTECTIONS: tuple[Protection, ...] = (
     *(
         Protection("pointer file", POINTERS[name], name, partial(_claim_pointer, name))
         for name in POINTERS
     ),
-    Protection("best checkpoint", "transformers", TRAINER_STATE, _claim_best_of_trainer),
+    Protection("best checkpoint", "transformers", TRAINER_STATE, _claim_best_of_transformers),
     Protection("best checkpoint", "Lightning", LAST_CHECKPOINT, _claim_best_of_lightning),
 )
 """Protections by files that name a checkpoint."""
 
 PROTECTIONS: tuple[Protection, ...] = (
-    *NAMING,
-    Protection("link to it", "any", "any symbolic link", _claim_linked),
+    *NAMING_PROTECTIONS,
+    Protection("link to it", "any", "any symbolic link", _claim_link_targets),
     Protection("in use", "CheckpointManager", "none: the running process", _claim_in_use),
     Protection("abandoned branch", "CheckpointManager", RUN_FILE, _claim_abandoned, "left alone"),
     Protection("is a link", "any", "the checkpoint itself", _claim_links, "left alone"),
@@ -610,7 +641,9 @@ PROTECTIONS: tuple[Protection, ...] = (
     Protection(
         "being written", "any", "a lock, or a fresh file", _claim_being_written, "left alone"
     ),
-    Protection("no incomplete write", "any", "any of its files", _claim_not_torn, "left alone"),
+    Protection(
+        "no incomplete write", "any", "any of its files", _claim_not_interrupted, "left alone"
+    ),
 )
 """All protections of checkpoints, independent of the rules of a policy.
 

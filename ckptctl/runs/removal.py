@@ -36,22 +36,22 @@ from ckptctl.planner.retention import (
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.runs.entries import is_run, read_entry
 from ckptctl.runs.health import (
-    AT_WORK_SECONDS,
     CHECKPOINT_FIELDS,
+    RECENT_CHANGE_SECONDS,
     Checkpoint,
     check_health,
     read_other_metrics,
 )
 from ckptctl.runs.listing import RunFolder, read_run
 from ckptctl.runs.protections import (
+    CheckpointProtection,
     Pointers,
-    Protected,
     RunView,
     find_protections,
     has_pointer_to_entry,
 )
 from ckptctl.runs.run_store import open_run_store
-from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
+from ckptctl.runs.thinning import ThinningPlan, plan_thinning, run_thinning
 from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import build_path_hint, parse_path, require_local, resolve_links
 from ckptctl.storage.two_phase_delete import TRASH_FOLDER, TwoPhaseDelete
@@ -72,7 +72,7 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT_FIELDS} ac
 
     checkpoint: Annotated[Checkpoint, Inline()]
     nbytes: Annotated[int, JsonField("bytes to free", name="freed")] = 0
-    thinning: Thinning | None = None
+    thinning: ThinningPlan | None = None
 
     @property
     def name(self) -> str:
@@ -184,7 +184,7 @@ class PruneResult(Result):
         """Always false for a result."""
         return False
 
-    def require_all(self) -> None:
+    def require_no_failures(self) -> None:
         """Raise the first failure, if any.
 
         Raises:
@@ -264,7 +264,7 @@ def plan_prune(
     now = clock.time() if now is None else now
     if not replaced:
         policy.require_rules()
-    real = _require_root(parse_path(root), force=force)
+    real = _resolve_safe_root(parse_path(root), force=force)
     if thin:
         require_local(
             real,
@@ -274,15 +274,15 @@ def plan_prune(
         )
     job = trainer or Trainer()
     run = read_run(real, now, job.series, in_use=job.in_use, model=trainer is None)
-    run.pointers.require_understood()
-    if not force and (disordered := find_out_of_order_pair(run.checkpoints)):
-        newer, older = disordered
+    run.pointers.require_interpretable()
+    if not force and (out_of_order := find_out_of_order_pair(run.checkpoints)):
+        newer, older = out_of_order
         raise RefusedError(
             "step order and modification times disagree",
             where=f"`{older.name}` and `{newer.name}`",
             why=f"written {format_rfc3339(older.time)} and {format_rfc3339(newer.time)}; the "
             "folder may contain "
-            f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
+            f"two runs, or `{newer.entry.newest_file}` was added to `{newer.name}` later",
             hint=f"pass {format_option('--force')} to use the order of the steps",
         )
     policy = policy.resolve_metrics_and_patterns(run.checkpoints)
@@ -334,18 +334,18 @@ def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] 
 def _plan_removal(
     root: TreePath,
     series: str,
-    is_meant: Callable[[int], bool],
+    is_selected_step: Callable[[int], bool],
     why: str,
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
     """Plan to remove the unprotected checkpoints of selected steps, with *why* as the reason."""
-    real = _require_root(root)
+    real = _resolve_safe_root(root)
     run = read_run(real, now, series, in_use=in_use, protect_abandoned=False, model=False)
-    run.pointers.require_understood()
+    run.pointers.require_interpretable()
 
     def decide_by_step(checkpoint: Checkpoint) -> Decision[Checkpoint]:
-        if not is_meant(checkpoint.step):
+        if not is_selected_step(checkpoint.step):
             return Decision(
                 checkpoint, "keep" if checkpoint.is_counted else "skip", (f"not {why}",)
             )
@@ -361,7 +361,7 @@ def _plan_removal(
     return _build_plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
 
 
-def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
+def _resolve_safe_root(root: TreePath, *, force: bool = False) -> TreePath:
     """Resolve *root*, or raise if its entries must not be removed.
 
     It must not be a link, ``/``, the home directory or a parent of it, nor, without *force*, a
@@ -417,8 +417,10 @@ def _build_plan(
     thin: bool = False,
 ) -> PrunePlan:
     """Build the plan from decisions, or raise if it would be unsafe."""
-    priced = tuple(_price_decision(decision, policy, thin) for decision in decisions)
-    plan = PrunePlan(root, policy, run, priced, thin, tuple(open_run_store(root).list_leftovers()))
+    prune_decisions = tuple(_build_prune_decision(decision, policy, thin) for decision in decisions)
+    plan = PrunePlan(
+        root, policy, run, prune_decisions, thin, tuple(open_run_store(root).list_leftovers())
+    )
     working_folder: Path | None = None
     with suppress(OSError):
         working_folder = Path.cwd()
@@ -441,18 +443,26 @@ def _build_plan(
     return plan
 
 
-def _price_decision(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
+def _build_prune_decision(
+    decision: Decision[Checkpoint], policy: Policy, thin: bool
+) -> PruneDecision:
     """Build the decision of a prune, with the bytes to free and the thinning if any."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
-    unread = read_other_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+    nonnumeric_metrics = (
+        read_other_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+    )
     for best in policy.best:
-        if best.metric in unread and best.metric not in checkpoint.metrics:  # it may be the best
-            reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
+        if (
+            best.metric in nonnumeric_metrics and best.metric not in checkpoint.metrics
+        ):  # it may be the best
+            reason = (
+                f"its metric `{best.metric}` is not a number: {nonnumeric_metrics[best.metric]}"
+            )
             return PruneDecision(checkpoint, "skip", (reason,))
     if not thin or not checkpoint.complete:
-        nbytes = checkpoint.entry.nbytes - checkpoint.entry.shared
+        nbytes = checkpoint.entry.nbytes - checkpoint.entry.shared_bytes
         return PruneDecision(checkpoint, action, reasons, nbytes)
     thinning = plan_thinning(checkpoint)
     if isinstance(thinning, str):
@@ -477,20 +487,21 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         return PruneResult(plan, (), {}, 0)
     store.refresh_listing()
     with store.lock_for_deletion() as deletion:
-        _require_kept(plan)
+        _require_kept_unchanged(plan)
         pointers = Pointers.read(plan.root)
-        pointers.require_understood()
+        pointers.require_interpretable()
         protected = find_protections(RunView(plan.root, plan.run.checkpoints, pointers))
         for decision in plan.list_decisions("remove"):
             path = decision.checkpoint.path
             if not path.exists() and not path.is_symlink():
                 continue  # another process has removed it
             require_unchanged = partial(
-                _require_unchanged, decision, protected.get(decision.name, Protected())
+                _require_unchanged, decision, protected.get(decision.name, CheckpointProtection())
             )
             try:
-                _require_settled(
-                    decision, deletion.read_clock() - max(plan.policy.min_age, AT_WORK_SECONDS)
+                _require_no_recent_change(
+                    decision,
+                    deletion.read_clock() - max(plan.policy.min_age, RECENT_CHANGE_SECONDS),
                 )
                 if decision.thinning:
                     require_unchanged()
@@ -505,12 +516,16 @@ def run_prune(plan: PrunePlan) -> PruneResult:
             else:
                 done_names.append(decision.name)
                 freed += decision.nbytes
-        stuck = CkptError("it could not be deleted permanently", where=str(deletion.trash_folder))
-        failed |= {name: stuck for name in deletion.list_undeleted() if name not in failed}
+        trash_error = CkptError(
+            "it could not be deleted permanently", where=str(deletion.trash_folder)
+        )
+        failed |= {
+            name: trash_error for name in deletion.list_left_in_trash() if name not in failed
+        }
     return PruneResult(plan, tuple(done_names), failed, freed)
 
 
-def _require_kept(plan: PrunePlan) -> None:
+def _require_kept_unchanged(plan: PrunePlan) -> None:
     """Raise if a kept checkpoint was removed or damaged after planning."""
     for decision in plan.list_decisions("keep"):
         planned_entry = decision.checkpoint.entry
@@ -529,9 +544,9 @@ def _require_kept(plan: PrunePlan) -> None:
             )
 
 
-def _require_settled(decision: PruneDecision, latest_change: float) -> None:
+def _require_no_recent_change(decision: PruneDecision, latest_change: float) -> None:
     """Raise if an incomplete checkpoint changed recently by the file system's clock."""
-    if not decision.checkpoint.complete and decision.checkpoint.entry.touched > latest_change:
+    if not decision.checkpoint.complete and decision.checkpoint.entry.last_modified > latest_change:
         raise RefusedError(
             "another process may still be writing the checkpoint",
             where=str(decision.checkpoint.path),
@@ -539,7 +554,7 @@ def _require_settled(decision: PruneDecision, latest_change: float) -> None:
         )
 
 
-def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
+def _require_unchanged(decision: PruneDecision, protected: CheckpointProtection) -> None:
     entry = decision.checkpoint.entry
     entry.require_unchanged()
     new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptctl.planner.retention import Policy
 
 
-AN_HOUR = "1h"
+DEFAULT_MIN_AGE = "1h"
 
 
 def parse_duration(value: float | str) -> float:
@@ -28,7 +28,7 @@ def parse_duration(value: float | str) -> float:
         raise UsageError(f"{value!r} is not a non-negative number of seconds") from None
 
 
-def parse_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
+def check_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
     """Check metric names, which need a direction unless they end in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import BestRule
 
@@ -91,7 +91,7 @@ class KeepOptions(Options):
             '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
             "a list.",
             metavar="METRIC[:min|max][:N]",
-            check=parse_metric_names,
+            check=check_metric_names,
         ),
     ] = ()
     keep: Annotated[
@@ -141,7 +141,7 @@ class PruneOptions(KeepOptions):
             check=parse_duration,
             panel="Select",
         ),
-    ] = AN_HOUR
+    ] = DEFAULT_MIN_AGE
     force: Annotated[
         bool, Option("Prune even if step order and modification times disagree.", panel="Safety")
     ] = False
@@ -149,7 +149,7 @@ class PruneOptions(KeepOptions):
     def __post_init__(self) -> None:
         """Check all values, and that `min_age` is only set with `include_incomplete`."""
         super().__post_init__()
-        if not self.include_incomplete and self.min_age != parse_duration(AN_HOUR):
+        if not self.include_incomplete and self.min_age != parse_duration(DEFAULT_MIN_AGE):
             raise UsageError(
                 f"{format_option('--min-age')} only applies to incomplete checkpoints; it requires "
                 f"{format_option('--include-incomplete')}"

@@ -32,7 +32,7 @@ class Deletion(Protocol):
     ) -> None:
         """Delete the entry *name* if it has *identity*, unless *recheck* raises an error."""
 
-    def list_undeleted(self) -> list[str]:
+    def list_left_in_trash(self) -> list[str]:
         """List the entries that are still in the trash."""
 
 
@@ -49,7 +49,7 @@ class RunStore(Protocol):
     def refresh_listing(self) -> None:
         """Discard cached listings."""
 
-    def is_free(self, name: str) -> bool:
+    def is_name_free(self, name: str) -> bool:
         """Return whether a save may use *name*, because no checkpoint can be there."""
 
     def list_unfinished_saves(self) -> list[str]:
@@ -83,7 +83,7 @@ class LocalRun:
     def refresh_listing(self) -> None:
         """See :class:`RunStore`."""
 
-    def is_free(self, name: str) -> bool:
+    def is_name_free(self, name: str) -> bool:
         """See :class:`RunStore`."""
         path = self.root / name
         return not os.path.lexists(path) or is_empty_folder(path)
@@ -104,24 +104,24 @@ class LocalRun:
     def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
-        part = target.with_name(f".{target.name}.tmp")
-        trash.remove_path(part)
-        add_file(part, [content], sync=sync)
-        part.replace(target)
+        temporary_path = target.with_name(f".{target.name}.tmp")
+        trash.remove_path(temporary_path)
+        add_file(temporary_path, [content], sync=sync)
+        temporary_path.replace(target)
 
     def create_file(self, name: str, content: bytes) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
         with wrap_os_errors("create", self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{name}.{token_hex(4)}.tmp")
-        add_file(part, [content], sync=True)
+        temporary_path = target.with_name(f"{name}.{token_hex(4)}.tmp")
+        add_file(temporary_path, [content], sync=True)
         with wrap_os_errors("write", target):
             try:
-                rename_without_replacing(part, target)
+                rename_without_replacing(temporary_path, target)
                 sync_directory(self.root)
             except FileExistsError:
-                part.unlink()
+                temporary_path.unlink()
 
     def lock_for_deletion(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
         """See :class:`RunStore`."""

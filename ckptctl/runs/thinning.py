@@ -28,8 +28,8 @@ from ckptctl.storage import file_system, trash
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
-from ckptctl.verbs.verification.digest_lists import LISTS
-from ckptctl.verbs.verification.digest_lists import drop_files as lines_without
+from ckptctl.verbs.verification.digest_lists import LIST_ALGORITHMS
+from ckptctl.verbs.verification.digest_lists import remove_listed_files as lines_without
 
 if TYPE_CHECKING:
     from ckptctl.conversion.draft import Draft
@@ -57,7 +57,7 @@ _OPTIMIZER_FILES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Thinning:
+class ThinningPlan:
     """Files and tensors of the optimizer to remove from a checkpoint.
 
     Attributes:
@@ -73,7 +73,7 @@ class Thinning:
     dropped: tuple[str, ...] = ()
 
 
-def plan_thinning(checkpoint: Checkpoint) -> Thinning | str:
+def plan_thinning(checkpoint: Checkpoint) -> ThinningPlan | str:
     """Plan to remove optimizer state, or return the reason why none can be removed."""
     path, name = checkpoint.path, checkpoint.format or ""
     try:
@@ -94,9 +94,9 @@ def plan_thinning(checkpoint: Checkpoint) -> Thinning | str:
         return "it contains no weights"
     files = tuple(_iterate_optimizer_files(checkpoint, catalogs))
     if files:
-        below = (item for file in files for item in (file, *_iterate_below(file)))
-        nbytes = sum(item.lstat().st_size for item in below if item.is_file())
-        return Thinning(checkpoint.entry, name, files, nbytes)
+        removed_items = (item for file in files for item in (file, *_iterate_below(file)))
+        nbytes = sum(item.lstat().st_size for item in removed_items if item.is_file())
+        return ThinningPlan(checkpoint.entry, name, files, nbytes)
     freed = sum(tensor.nbytes for tensor in optimizer_tensors)
     if not freed:
         kept_tensors = (
@@ -105,20 +105,20 @@ def plan_thinning(checkpoint: Checkpoint) -> Thinning | str:
             if _get_first_word(tensor.path) not in optimizer_roots
         )
         named_like_optimizer = [
-            tensor.name for tensor in kept_tensors if _is_in_container(tensor.path)
+            tensor.name for tensor in kept_tensors if _is_named_like_optimizer(tensor.path)
         ]
         if not named_like_optimizer:
             return "it contains no optimizer state"
         names = quote_names(named_like_optimizer, SHOWN_NAMES)
         return f"{names} may be weights that are only named like optimizer state"
     if name in REWRITABLE_FORMATS and checkpoint.parts == (path,):
-        return Thinning(
+        return ThinningPlan(
             checkpoint.entry, name, (), freed, tuple(tensor.name for tensor in optimizer_tensors)
         )
     return f"optimizer state cannot be removed from format `{name}`"
 
 
-def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
+def run_thinning(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> None:
     """Execute *thinning* and move removed files to the trash."""
     if not thinning.files:
         _rewrite_checkpoint(thinning, deletion)
@@ -135,7 +135,7 @@ def _remove_digests(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelet
     def is_removed(file: str) -> bool:
         return any(file == name or file.startswith(f"{name}/") for name in removed_names)
 
-    for name in LISTS:
+    for name in LIST_ALGORITHMS:
         path = folder / name
         if not path.is_file() or path.is_symlink():
             continue
@@ -143,28 +143,30 @@ def _remove_digests(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelet
             text = os.fsdecode(path.read_bytes())
             remaining = lines_without(text, is_removed)
             if remaining != text:
-                _replace_list(path, remaining, deletion.clear_trash_path(f"{folder.name}-{name}"))
+                _replace_checksum_list(
+                    path, remaining, deletion.clear_trash_path(f"{folder.name}-{name}")
+                )
 
 
-def _replace_list(path: Path, text: str, room: Path) -> None:
+def _replace_checksum_list(path: Path, text: str, temporary_path: Path) -> None:
     status = path.stat()
-    write_file(room, os.fsencode(text))
-    os.utime(room, ns=(status.st_atime_ns, status.st_mtime_ns))
-    room.chmod(status.st_mode & 0o7777)
-    room.replace(path)
+    write_file(temporary_path, os.fsencode(text))
+    os.utime(temporary_path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    temporary_path.chmod(status.st_mode & 0o7777)
+    temporary_path.replace(path)
     sync_directory(path.parent)
 
 
-def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
+def _rewrite_checkpoint(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> None:
     """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
     # Imported late, because only thinning converts.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry
-    room = deletion.clear_trash_path(f"{entry.path.name}-thin")
-    target = room / entry.path.name
+    staging_folder = deletion.clear_trash_path(f"{entry.path.name}-thin")
+    target = staging_folder / entry.path.name
     with wrap_os_errors("rewrite", entry.path):
-        room.mkdir()
+        staging_folder.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
 
         def drop_optimizer(draft: Draft) -> Draft:
@@ -185,7 +187,7 @@ def _rewrite_checkpoint(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
-    trash.remove_path(room)
+    trash.remove_path(staging_folder)
 
 
 def drop_optimizer_state(catalog: Catalog) -> Catalog:
@@ -223,10 +225,14 @@ def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
     such a word, every tensor must look like optimizer state. Below ``optimizer``, one is enough.
     """
     tensors = [
-        _split_words(leaf.path) for leaf in catalog.tensors.values() if _is_in_container(leaf.path)
+        _split_words(leaf.path)
+        for leaf in catalog.tensors.values()
+        if _is_named_like_optimizer(leaf.path)
     ]
     blobs = [
-        _split_words(leaf.path) for leaf in catalog.blobs.values() if _is_in_container(leaf.path)
+        _split_words(leaf.path)
+        for leaf in catalog.blobs.values()
+        if _is_named_like_optimizer(leaf.path)
     ]
     evident = {head for head, *rest in (*tensors, *blobs) if _is_optimizer_leaf(head, rest)}
     others = {
@@ -259,7 +265,7 @@ def _is_named_optimizer(head: str) -> bool:
     return head.startswith("optimizer")
 
 
-def _is_in_container(path: KeyPath) -> bool:
+def _is_named_like_optimizer(path: KeyPath) -> bool:
     return _CONTAINERS.fullmatch(_get_first_word(path)) is not None
 
 
@@ -320,9 +326,9 @@ def _set_times(target: Path, time: float) -> None:
 
 def _iterate_below(folder: Path) -> Iterator[Path]:
     """Yield everything below a folder without following links, or nothing for a file."""
-    waiting = [folder] if folder.is_dir() else []
-    while waiting:
-        for item in waiting.pop().iterdir():
+    folders = [folder] if folder.is_dir() else []
+    while folders:
+        for item in folders.pop().iterdir():
             yield item
             if item.is_dir() and not item.is_symlink():
-                waiting.append(item)
+                folders.append(item)

@@ -72,7 +72,7 @@ def require_agreement(
             )
 
 
-def name_generation(statements: Sequence[RankStatement]) -> bytes:
+def compute_generation(statements: Sequence[RankStatement]) -> bytes:
     """Compute the generation of the plan that the ranks make now, from the nonces of all ranks."""
     import hashlib  # loads OpenSSL, which a single process does not need
 
@@ -82,7 +82,7 @@ def name_generation(statements: Sequence[RankStatement]) -> bytes:
     return hasher.digest()
 
 
-def is_unchanged(statements: Sequence[RankStatement]) -> bool:
+def are_cached_plans_valid(statements: Sequence[RankStatement]) -> bool:
     """Return whether the cached plans of all ranks are valid. All ranks get the same result."""
     generation = statements[0].generation
     return (

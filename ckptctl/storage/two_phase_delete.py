@@ -90,13 +90,13 @@ class TwoPhaseDelete:
         os.utime(path)
         return path.stat().st_mtime
 
-    def list_undeleted(self) -> list[str]:
+    def list_left_in_trash(self) -> list[str]:
         """List the entries that are still in the trash."""
         return list_trash_leftovers(self.root)
 
     def empty_trash(self) -> None:
-        """Remove all entries of the trash that can be removed (see :meth:`list_undeleted`)."""
-        for name in self.list_undeleted():
+        """Remove all entries of the trash that can be removed (see :meth:`list_left_in_trash`)."""
+        for name in self.list_left_in_trash():
             with suppress(CkptError):
                 if not list_mounts_in(self.trash_folder / name):
                     trash.remove_path(self.trash_folder / name)
@@ -165,7 +165,7 @@ def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
             deletion.empty_trash()
         finally:
             # On an interruption the trash is not emptied: the next run does that.
-            if not deletion.list_undeleted():
+            if not deletion.list_left_in_trash():
                 trash.remove_path(deletion.trash_folder)
 
 

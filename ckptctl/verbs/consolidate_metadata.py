@@ -128,7 +128,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         catalog = FORMAT.read(source)
         for entry in catalog.tensors.values():
             check_coverage(entry)
-        _require_zips(catalog)
+        _require_torch_items(catalog)
         FORMAT.resolve_codecs(catalog)
         content = _encode_metadata(catalog)
     with source_files(source) as files:
@@ -158,7 +158,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
     return MetadataResult(plan, time.monotonic() - start, tuple(stage.notes))
 
 
-def _require_zips(catalog: Catalog) -> None:
+def _require_torch_items(catalog: Catalog) -> None:
     """Raise if an item is not a zip of `torch.save`, which this metadata requires."""
     codecs = (codec for entry in catalog.tensors.values() for codec in get_codecs(entry.extents))
     has_other_codecs = any(codec != "torch" for codec in codecs)
@@ -204,7 +204,9 @@ def _require_no_metadata(source: Path) -> None:
 def _require_unchanged(plan: MetadataPlan) -> None:
     with source_files(plan.source) as files:
         changed = [
-            name for name, was in plan.identities.items() if files.read_identity(name) != was
+            name
+            for name, identity in plan.identities.items()
+            if files.read_identity(name) != identity
         ]
     if changed:
         raise ChangedError(plan.source, changed[0])

@@ -88,15 +88,15 @@ def _build_check(
 def diagnose_directory(directory: Path) -> Diagnosis:
     """Check this environment and *directory*, a folder of checkpoints."""
     require_local_path(directory)
-    place = expand_home(directory).absolute()
-    if not place.is_dir():
+    path = expand_home(directory).absolute()
+    if not path.is_dir():
         raise SourceNotFoundError(
-            "no such directory", where=str(directory), hint=build_path_hint(place)
+            "no such directory", where=str(directory), hint=build_path_hint(path)
         )
     groups = {
         "installation": _check_installation(),
         "plug-ins": _check_plug_ins(),
-        "file system": _check_file_system(place),
+        "file system": _check_file_system(path),
         "surroundings": _check_environment(),
     }
     checks = (
@@ -121,12 +121,12 @@ OPTIONAL = {
 SLOW_START_SECONDS = 0.5
 HEAVY_PACKAGES = ("torch", "numpy")
 _EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
-_NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
 def _check_installation() -> Iterator[Check]:
     """Check the packages, their versions and the start-up time."""
-    yield _check_start(time.process_time())
+    yield _check_startup_time(time.process_time())
     yield _check_version()
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
     for name, least in _list_requirements():
@@ -144,16 +144,16 @@ def _check_installation() -> Iterator[Check]:
     yield _build_check("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
 
 
-def _check_start(seconds: float) -> Check:
-    early = [name for name in HEAVY_PACKAGES if name in sys.modules]
+def _check_startup_time(seconds: float) -> Check:
+    imported_early = [name for name in HEAVY_PACKAGES if name in sys.modules]
     result = f"{seconds:.2f} s of CPU time"
-    if early:
-        result += f", {' and '.join(early)} already imported"
+    if imported_early:
+        result += f", {' and '.join(imported_early)} already imported"
     hint = (
         "list what is imported before ckptctl with `python -X importtime -m ckptctl --version`; "
         "check *.pth files in site-packages and sitecustomize.py"
     )
-    return _build_check("start", result, seconds <= SLOW_START_SECONDS and not early, hint)
+    return _build_check("start", result, seconds <= SLOW_START_SECONDS and not imported_early, hint)
 
 
 def _check_version() -> Check:
@@ -171,7 +171,7 @@ def _list_requirements() -> list[tuple[str, str]]:
         requirements = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:
         requirements = [*REQUIREMENTS, "torch"]
-    matches = (_NEED.match(text) for text in requirements if _EXTRA.search(text) is None)
+    matches = (_REQUIREMENT.match(text) for text in requirements if _EXTRA.search(text) is None)
     return [(match[1], match[2] or "") for match in matches if match]
 
 
@@ -208,7 +208,7 @@ def _check_entry_points(
     if not points and built_in:
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
-    for point in sorted(points, key=lambda one: one.name):
+    for point in sorted(points, key=lambda entry_point: entry_point.name):
         name, result = f"{kind} {point.name}", f"added by {get_package_name(point)}"
         if point.name in built_in:
             hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
@@ -242,32 +242,32 @@ TEMPORARY_KINDS = {
 }
 
 
-def _check_file_system(place: Path) -> Iterator[Check]:
-    """Check the file system of *place* in a hidden folder, which is removed afterwards."""
-    type_name = file_system.find_type(resolve_links(place))
+def _check_file_system(directory: Path) -> Iterator[Check]:
+    """Check the file system of *directory* in a hidden folder, which is removed afterwards."""
+    type_name = file_system.find_type(resolve_links(directory))
     hint = TEMPORARY_KINDS.get(
         type_name or "",
         "network file system: other machines may see files late; run `verify` where files are read",
     )
     is_durable = type_name not in TEMPORARY_KINDS and type_name not in NETWORK_KINDS
-    yield _build_check("location", f"{place} on {type_name or 'unknown'}", is_durable, hint)
-    free = shutil.disk_usage(place).free
+    yield _build_check("location", f"{directory} on {type_name or 'unknown'}", is_durable, hint)
+    free = shutil.disk_usage(directory).free
     hint = "remove old checkpoints of a run with `ckptctl prune ROOT --keep-last N`"
     yield _build_check("free space", format_bytes(free), free >= MIN_FREE_BYTES, hint)
     try:
-        status_before = place.stat()
-        with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
+        status_before = directory.stat()
+        with TemporaryDirectory(prefix=PREFIX, dir=directory) as folder:
             yield from _probe_folder(Path(folder))
     except OSError as error:
         hint = "checkpoints can be read here, but not written"
         yield Check("writing", error.strerror or str(error), "warn", hint)
         return
     with suppress(OSError):
-        os.utime(place, ns=(status_before.st_atime_ns, status_before.st_mtime_ns))
+        os.utime(directory, ns=(status_before.st_atime_ns, status_before.st_mtime_ns))
 
 
 def _probe_folder(folder: Path) -> Iterator[Check]:
-    missing = list_missing_renames(folder)
+    missing = list_unsupported_renames(folder)
     result = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
     hint = "outputs are published under a lock, and `--overwrite` is not supported here"
     yield _build_check("atomic rename", result, not missing, hint)
@@ -293,14 +293,14 @@ def _probe_folder(folder: Path) -> Iterator[Check]:
     yield _build_check(
         "names", f"case-{'sensitive' if is_sensitive else 'insensitive'}", is_sensitive, hint
     )
-    ahead = measure_clock_ahead(folder)
+    ahead = measure_clock_skew(folder)
     result = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
     agrees = abs(ahead) <= MAX_SKEW_SECONDS
     hint = "synchronize the clocks; `ls` and `prune` use times to detect unfinished saves"
     yield _build_check("clock", "agrees with the local clock" if agrees else result, agrees, hint)
     yield Check("copying", describe_copying(folder))
-    yield Check("hard links", "yes" if has_hard_links(folder) else "no")
-    yield Check("unnamed files", "yes" if has_unnamed_files(folder) else "no")
+    yield Check("hard links", "yes" if has_hard_link_support(folder) else "no")
+    yield Check("unnamed files", "yes" if has_unnamed_file_support(folder) else "no")
 
 
 # ------------------------------------------ probes in an empty folder
@@ -310,11 +310,11 @@ FICLONE = 0x40049409
 SYNC_BYTES = 1 << 20
 
 
-def list_missing_renames(folder: Path) -> list[str]:
+def list_unsupported_renames(folder: Path) -> list[str]:
     """List the unsupported rename modes that publishing requires (man 2 rename)."""
     a, b = folder / "rename-a", folder / "rename-b"
     a.touch()
-    missing = []
+    unsupported = []
     for flags, name in (
         (file_system.NOREPLACE, "rename without replacing"),
         (file_system.EXCHANGE, "exchange"),
@@ -322,10 +322,10 @@ def list_missing_renames(folder: Path) -> list[str]:
         try:
             file_system.rename_atomically(a, b, flags)
         except (file_system.UnsupportedRenameError, OSError):
-            missing.append(name)
+            unsupported.append(name)
         a.touch()
         b.touch()
-    return missing
+    return unsupported
 
 
 def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
@@ -343,13 +343,13 @@ def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
 
 def measure_sync_seconds(folder: Path) -> float:
     """Measure the seconds for writing and syncing 1 MiB."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with (folder / "sync").open("wb") as file:
         file.write(bytes(SYNC_BYTES))
         file.flush()
         os.fsync(file.fileno())
     sync_directory(folder)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def find_lock_problem(folder: Path) -> str | None:
@@ -368,7 +368,7 @@ def is_case_sensitive(folder: Path) -> bool:
     return not (folder / "CASE").exists()
 
 
-def measure_clock_ahead(folder: Path) -> float:
+def measure_clock_skew(folder: Path) -> float:
     """Return the seconds by which the file system's clock is ahead of the local clock."""
     path = folder / "clock"
     path.touch()
@@ -392,7 +392,7 @@ def describe_copying(folder: Path) -> str:
             return "through memory"
 
 
-def has_hard_links(folder: Path) -> bool:
+def has_hard_link_support(folder: Path) -> bool:
     """Return whether hard links are supported."""
     (folder / "link-a").touch()
     try:
@@ -402,7 +402,7 @@ def has_hard_links(folder: Path) -> bool:
     return True
 
 
-def has_unnamed_files(folder: Path) -> bool:
+def has_unnamed_file_support(folder: Path) -> bool:
     """Return whether unnamed files are supported (``O_TMPFILE``, man 2 open)."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
@@ -414,7 +414,7 @@ def has_unnamed_files(folder: Path) -> bool:
 # ----------------------------------------------------------------------------------- surroundings
 
 MIN_OPEN_FILES = 1024
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def _check_environment() -> Iterator[Check]:
@@ -481,7 +481,7 @@ def _check_hub_cache() -> Check:
 
 def _check_hub_token() -> Check:
     """Check where the Hub's token is stored, without reading its value."""
-    variable = next((name for name in TOKENS if os.environ.get(name)), None)
+    variable = next((name for name in TOKEN_VARIABLES if os.environ.get(name)), None)
     if variable:
         return Check("Hub token", f"from {variable}")
     configured_path = os.environ.get("HF_TOKEN_PATH")

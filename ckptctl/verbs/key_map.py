@@ -71,21 +71,26 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
         families.require_layout(family, to_layout)
         source = options.from_layout or _find_layout(family, key)
         if config:
-            documents_by_name = _correct_by_shards(config, documents_by_name, family)
+            documents_by_name = _correct_repeated_heads(config, documents_by_name, family)
         config_content, params = (
             documents_by_name.get("config.json"),
             documents_by_name.get("params.json"),
         )
         files = [
-            ModelDescription(name, _build_place(config, name), content)
+            ModelDescription(name, _format_config_path(config, name), content)
             for name, content in documents_by_name.items()
         ]
         compare_statements(family, files, sizes_given, model_type=model_type or family.name)
         sizes = read_sizes(family, config_content, params, sizes_given)
         tied = has_tied_embeddings(family, config_content, params)
-        lists = read_layer_lists(family, config_content)
+        layer_lists = read_layer_lists(family, config_content)
         router = KeyRouter(
-            family, family.get_layout(source), family.get_layout(to_layout), sizes, tied, lists
+            family,
+            family.get_layout(source),
+            family.get_layout(to_layout),
+            sizes,
+            tied,
+            layer_lists,
         )
         return KeyMap(family, source, to_layout, sizes, tied, router.find_route(key))
 
@@ -111,15 +116,15 @@ def _find_layout(family: Family, key: str) -> str:
     )
 
 
-def _detect_model_type(place: TreePath | None, read: Mapping[str, Json]) -> str:
-    """Return the model type that the files at *place* describe."""
+def _detect_model_type(config_path: TreePath | None, documents: Mapping[str, Json]) -> str:
+    """Return the model type that the files at *config_path* describe."""
     names = list_families_matching_configs(
-        families.load_families(), read.get("config.json"), read.get("params.json")
+        families.load_families(), documents.get("config.json"), documents.get("params.json")
     )
     if len(names) != 1:
         raise UsageError(
             "the configuration does not determine the model type",
-            where=str(place),
+            where=str(config_path),
             why=f"it matches {format_model_types(names)}"
             if names
             else "it matches no known model type",
@@ -129,13 +134,13 @@ def _detect_model_type(place: TreePath | None, read: Mapping[str, Json]) -> str:
     return names[0]
 
 
-def _read_configuration(place: TreePath) -> Mapping[str, Json]:
-    expanded = expand_home(place)
+def _read_configuration(config_path: TreePath) -> Mapping[str, Json]:
+    expanded = expand_home(config_path)
     file = expanded.name if expanded.is_file() else None
     root = expanded.parent if file else expanded
     if not root.is_dir():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(place), hint=build_path_hint(expanded)
+            "no such file or directory", where=str(config_path), hint=build_path_hint(expanded)
         )
     contents = read_config_files(root) if file in (None, *CONFIG_FILES) else {}
     if file:
@@ -145,25 +150,25 @@ def _read_configuration(place: TreePath) -> Mapping[str, Json]:
             "the file is neither config.json nor params.json"
             if file
             else "the folder has no config.json or params.json",
-            where=str(place),
+            where=str(config_path),
         )
     return contents
 
 
-def _correct_by_shards(
-    place: TreePath, read: Mapping[str, Json], family: Family
+def _correct_repeated_heads(
+    config_path: TreePath, documents: Mapping[str, Json], family: Family
 ) -> Mapping[str, Json]:
-    """Return *read*, or the corrected documents of the opened checkpoint.
+    """Return *documents*, or the corrected documents of the opened checkpoint.
 
     Only the shards show whether ranks repeat heads, so they are opened if the sizes allow it.
     """
-    root = expand_home(place)
+    root = expand_home(config_path)
     root = root.parent if root.is_file() else root
-    sizes = read_sizes(family, params=read.get("params.json"))
+    sizes = read_sizes(family, params=documents.get("params.json"))
     if list_possible_repeats(sizes, meta.count_shards(root)):
         return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
-    return read
+    return documents
 
 
-def _build_place(config: TreePath | None, name: str) -> str:
+def _format_config_path(config: TreePath | None, name: str) -> str:
     return str(config) if config and config.name == name else f"{config}/{name}"

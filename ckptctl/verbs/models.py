@@ -14,7 +14,7 @@ from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, empty_to_none
 from ckptctl.shared_options import ModelsOptions
 
-SHOWN_KEYS = 3
+MAX_SHOWN_KEYS = 3
 NOT_PROVEN = "not validated by logits"
 UNTRANSLATED = "copied, not translated"
 """Label of model types that only have Hugging Face's layouts."""
@@ -199,7 +199,7 @@ def _iterate_models(name: str | None, layout: str | None) -> Iterator[ModelType]
             families.require_layout(family, layout)
         layouts = (layout,) if layout else family.layouts
         tables = tuple(_iterate_tables(family, layouts))
-        yield ModelType(family, layouts, tuple(_describe_signs(family)), tables)
+        yield ModelType(family, layouts, tuple(_describe_config_conditions(family)), tables)
         return
     families_by_name = families.load_families()
     if layout is not None:
@@ -207,21 +207,21 @@ def _iterate_models(name: str | None, layout: str | None) -> Iterator[ModelType]
     for family in families_by_name.values():
         if layout is None or layout in family.layouts:
             layouts = (layout,) if layout else family.layouts
-            yield ModelType(family, layouts, tuple(_describe_signs(family)))
+            yield ModelType(family, layouts, tuple(_describe_config_conditions(family)))
 
 
-def _describe_signs(family: Family) -> Iterator[str]:
+def _describe_config_conditions(family: Family) -> Iterator[str]:
     for file, alternatives in (
         ("config.json", family.config_signs),
         ("params.json", family.params_signs),
     ):
         if alternatives:
-            yield f"{file}: {'; or '.join(map(_format_signs, alternatives))}"
+            yield f"{file}: {'; or '.join(map(_format_conditions, alternatives))}"
     if not family.config_signs and not family.params_signs:
         yield "only its keys"
 
 
-def _format_signs(signs: Conditions) -> str:
+def _format_conditions(signs: Conditions) -> str:
     return ", ".join(
         f"no {name}" if value is None else f"{name} {_format_value(value)}"
         for name, value in signs.items()
@@ -234,17 +234,19 @@ def _format_value(value: object) -> str:
 
 def _iterate_tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
     others = [other for other in families.load_families().values() if other.name != family.name]
-    earlier: list[Layout] = []
+    earlier_layouts: list[Layout] = []
     for name in chosen:
         layout = family.get_layout(name)
-        twin = next((other.name for other in earlier if layout.has_same_tensors(other)), None)
-        rows = () if twin else tuple(_iterate_rows(family, layout))
+        same_layout = next(
+            (other.name for other in earlier_layouts if layout.has_same_tensors(other)), None
+        )
+        rows = () if same_layout else tuple(_iterate_rows(family, layout))
         dropped = {drop.key: drop.reason for drop in family.drops if drop.layout == name}
-        yield LayoutTable(name, twin, rows, _list_own_keys(layout, others), dropped)
-        earlier.append(layout)
+        yield LayoutTable(name, same_layout, rows, _list_unique_keys(layout, others), dropped)
+        earlier_layouts.append(layout)
 
 
-def _list_own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
+def _list_unique_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
     """Return up to three key templates that no other model type has."""
     words_by_template = {
         stored.template: frozenset(_split_words(stored.template.text)) for stored in layout.stored
@@ -257,7 +259,7 @@ def _list_own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
         for name in other.layouts if shared_words else ():
             table = other.get_layout(name).table
             candidates = {t: w for t, w in candidates.items() if not table.list_entries(t.skeleton)}
-    return tuple(template.text for template in candidates)[:SHOWN_KEYS]
+    return tuple(template.text for template in candidates)[:MAX_SHOWN_KEYS]
 
 
 def _split_words(template: str) -> Iterator[str]:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
     from ckptctl.storage.threads import Advance
 
-WINDOW = 1 << 20
+WINDOW_BYTES = 1 << 20
 """Bytes of a tensor that each thread reads at a time."""
 T = TypeVar("T")
-BINS = 10
+DEFAULT_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,19 @@ class _StoppedError(Exception):
     """Raised in threads whose result is no longer needed."""
 
 
-def map_in_parallel(
+def map_tensors_in_parallel(
     entries: Sequence[TensorEntry],
     sizes: Sequence[int],
-    look: Callable[[TensorEntry, Advance], T],
+    measure: Callable[[TensorEntry, Advance], T],
     advance: Advance | None,
     jobs: int | None = None,
 ) -> Iterator[tuple[TensorEntry, T | CkptError]]:
-    """Apply *look* to tensors in parallel, and yield each result or error in order.
+    """Apply *measure* to tensors in parallel, and yield each result or error in order.
 
     Args:
         entries: The tensors.
         sizes: Number of bytes to read of each.
-        look: Function that reads a tensor. Its arguments are the tensor and a callback that takes
+        measure: Function that reads a tensor. Its arguments are the tensor and a callback that takes
             the number of bytes read.
         advance: Callback for the total progress.
         jobs: Number of threads; None for this process's share of the cores.
@@ -78,7 +78,7 @@ def map_in_parallel(
     import_torch()
     stop = Event()
 
-    def run_look(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
+    def measure_entry(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
         limit_torch_to_one_thread()
 
         def advance_unless_stopped(nbytes: int) -> None:
@@ -88,13 +88,13 @@ def map_in_parallel(
 
         try:
             with report_part(advance, size) as report_progress:
-                return entry, look(entry, advance_unless_stopped)
+                return entry, measure(entry, advance_unless_stopped)
         except CkptError as error:
             return entry, error
 
     with create_thread_pool(jobs or get_default_thread_count()) as pool:
         try:
-            yield from pool.map(run_look, entries, sizes)
+            yield from pool.map(measure_entry, entries, sizes)
         finally:
             stop.set()
 
@@ -219,7 +219,7 @@ def _iterate_values(files: Readable, entry: TensorEntry, advance: Advance) -> It
     from ckptctl.storage.tensor_reader import iterate_stored_windows  # only to read data
 
     dtype = getattr(torch, entry.dtype)
-    for window in iterate_stored_windows(files, entry, WINDOW):
+    for window in iterate_stored_windows(files, entry, WINDOW_BYTES):
         values = torch.frombuffer(window, dtype=torch.uint8).view(dtype)
         if values.is_complex():
             values = torch.view_as_real(values).view(-1)

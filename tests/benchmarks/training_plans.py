@@ -22,7 +22,11 @@ from typing import Any
 
 from ckptctl.catalog import compute_row_major_strides
 from ckptctl.planner.placements import ShardPlacement, compute_local_shard
-from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation
+from ckptctl.save_load.rank_agreement import (
+    RankStatement,
+    are_cached_plans_valid,
+    compute_generation,
+)
 from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.save_load.saving.local_shards import (
     LocalChunk,
@@ -127,7 +131,7 @@ def cached(own: LocalShards, first: PackedShards, ranks: int, steps: Any) -> flo
         said[:] = [statement] * ranks
         said[:] = [replace_generation(said)] * ranks
         received = pickle.dumps(said[0])
-        return is_unchanged([pickle.loads(received) for _ in range(ranks)])
+        return are_cached_plans_valid([pickle.loads(received) for _ in range(ranks)])
 
     held, seconds = timed(again)
     assert held and first
@@ -136,7 +140,7 @@ def cached(own: LocalShards, first: PackedShards, ranks: int, steps: Any) -> flo
 
 def replace_generation(said: list[RankStatement]) -> RankStatement:
     """Return a statement of a rank that has the plan."""
-    return said[0]._replace(generation=name_generation(said))
+    return said[0]._replace(generation=compute_generation(said))
 
 
 def all_items(shapes: Shapes, mesh: tuple[int, int], decision: GlobalPlan) -> Iterator[RankItems]:

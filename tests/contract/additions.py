@@ -18,7 +18,7 @@ import pytest
 import ckptctl
 from ckptctl import families, formats, shared_options
 from ckptctl.cli import schema
-from ckptctl.cli.schema import list_documents
+from ckptctl.cli.schema import get_documents_by_name
 from ckptctl.formats.base import WritableFormat
 from tests.checkpoints.golden import FOLDER, Golden, family_of, names
 from tests.contract.commands import COMMANDS, LINES, SCENES
@@ -185,13 +185,15 @@ def hide_unfinished(patch: pytest.MonkeyPatch) -> None:
     """Let the program know only formats, model types and commands that need nothing more."""
     known, shown, model_types = (
         formats.load_builtin_formats(),
-        list_documents(),
+        get_documents_by_name(),
         finished("model type"),
     )
     hidden = {*COMMANDS} - {*finished("command")}
     patch.setattr(formats, "load_builtin_formats", lambda: {name: known[name] for name in FORMATS})
     patch.setattr(families, "list_built_in_types", lambda: model_types)
-    patch.setattr(schema, "list_documents", lambda: {n: shown[n] for n in shown if n not in hidden})
+    patch.setattr(
+        schema, "get_documents_by_name", lambda: {n: shown[n] for n in shown if n not in hidden}
+    )
 
 
 FORMATS = finished("format")

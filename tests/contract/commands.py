@@ -213,7 +213,7 @@ def validate(document: Any, name: str) -> None:
     """Check *document* against the schema *name*, in which no field goes unmentioned."""
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator(
-        schemas.require_document(name).build_schema(closed=True)
+        schemas.require_json_document(name).build_schema(closed=True)
     ).validate(document)
 
 

@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.runs.health import check_health
 from ckptctl.storage.files import source_files
-from ckptctl.verbs.verification.data import list_recorded
+from ckptctl.verbs.verification.data import list_recorded_checksums
 from ckptctl.verbs.verification.verify_result import Verification
 from tests.checkpoints.readers import differences, flatten, raw_bytes
 from tests.contract.sample_changes import DATA, Contents, Damage
@@ -83,7 +83,7 @@ class Damaged:
         prefix = Path(catalog.root).relative_to(self.base)
         proven: dict[str, list[range]] = {str(prefix / name): [] for name in catalog.files}
         with source_files(catalog.root) as files:
-            for one in list_recorded(files, catalog, resolved)[0]:
+            for one in list_recorded_checksums(files, catalog, resolved)[0]:
                 proven[str(prefix / one.file)].append(range(one.offset, one.offset + one.nbytes))
         middles: dict[str, list[int]] = defaultdict(list)
         for extent in (extent for entry in resolved.tensors.values() for extent in entry.extents):

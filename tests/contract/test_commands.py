@@ -49,17 +49,17 @@ def test_test_matrix_lists_only_registered_commands() -> None:
 def test_every_command_has_json_option_and_schema() -> None:
     for info in app.registered_commands:
         assert info.callback and "json" in info.callback.__annotations__, info.name
-    assert set(schemas.list_documents()) - {"error"} == set(COMMANDS)
+    assert set(schemas.get_documents_by_name()) - {"error"} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(schemas.list_documents()))
+@pytest.mark.parametrize("name", sorted(schemas.get_documents_by_name()))
 def test_schemas_are_valid_json_schema(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for closed in (False, True):
         jsonschema.Draft202012Validator.check_schema(
-            schemas.require_document(name).build_schema(closed=closed)
+            schemas.require_json_document(name).build_schema(closed=closed)
         )
-    found = schemas.require_document(name).build_schema()
+    found = schemas.require_json_document(name).build_schema()
     assert found["$id"] == f"urn:ckptctl:{name}:1" and found["title"] == f"ckptctl.{name}/1"
     everything = json.dumps(found)
     assert '"additionalProperties": false' not in everything and "](" not in everything

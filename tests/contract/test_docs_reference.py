@@ -50,7 +50,11 @@ def test_every_environment_variable_read_is_documented() -> None:
 
     written = (DOCS / "reference" / "environment.md").read_text()
     sources = "".join(path.read_text() for path in (REPOSITORY / "ckptctl").rglob("*.py"))
-    read = {*READ.findall(sources), *threads.LAUNCHER_VARIABLES, *doctor.TOKENS} - SHELLS - OLD
+    read = (
+        {*READ.findall(sources), *threads.LAUNCHER_VARIABLES, *doctor.TOKEN_VARIABLES}
+        - SHELLS
+        - OLD
+    )
     assert {"WORLD_SIZE", "NO_COLOR", "HF_HOME"} <= read
     assert not [name for name in sorted(read) if f"`{name}`" not in written]
 

@@ -20,7 +20,7 @@ JSON_TWICE = ("--json", "--format=json")
 
 def output_options(command: Command) -> dict[str, str]:
     """Return what is declared in the panel of output options, without those that take a value."""
-    every = command.list_declared()
+    every = command.list_declared_options()
     return {
         one.name: f"--{one.name.replace('_', '-')}"
         for one in every
@@ -30,7 +30,7 @@ def output_options(command: Command) -> dict[str, str]:
 
 def arguments(command: Command) -> list[str]:
     """Return as many arguments as the command needs; they are not looked at."""
-    every = command.list_declared()
+    every = command.list_declared_options()
     needed = [one for one in every if one.required]
     words: list[str] = []
     for one in needed:

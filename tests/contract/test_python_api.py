@@ -40,7 +40,7 @@ def test_command_has_function_with_same_options_and_defaults(name: str) -> None:
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
     assert terminal <= known, "declare what Python needs, too, in the dataclass of its options"
-    offered = command.list_declared()
+    offered = command.list_declared_options()
     shared = {one.name: one for one in offered if one.name not in terminal}
     assert taken.keys() - {"progress"} == shared.keys()
     for one in shared.values():

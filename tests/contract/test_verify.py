@@ -33,7 +33,7 @@ from tests.contract.support import WRITABLE, build, place, snapshot
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 NORM = "model.norm.weight"
-SMALL = ((data, "BLOCK", 100), (crc, "WINDOW_BYTES", 30), (data, "BATCH_BLOCKS", 3))
+SMALL = ((data, "BLOCK_BYTES", 100), (crc, "WINDOW_BYTES", 30), (data, "BATCH_BLOCKS", 3))
 SAMPLES = (
     "dcp",
     "dcp-rank-local",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
-from ckptctl.distributed.background.staging import stage_shards
+from ckptctl.distributed.background.staging import copy_shards_to_host
 from ckptctl.distributed.group import GlooCollectives, HostGroup
 from ckptctl.errors import CkptError, RefusedError
 from tests.checkpoints.dcp import distribute
@@ -210,7 +210,7 @@ def replicated(rank: int, world: int, root: Path) -> None:
     copied: list[int] = []
 
     def noted(*arguments: Any) -> Any:
-        found = stage_shards(*arguments)
+        found = copy_shards_to_host(*arguments)
         copied.append(found.nbytes)
         return found
 

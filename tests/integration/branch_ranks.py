@@ -164,7 +164,7 @@ def two_runs_in_one_folder(rank: int, world: int, folder: Path) -> None:
         assert "load(state, step=…)" in str(error.value.hint)
         assert "discard_newer=True" in str(error.value.hint)
     with logged() as lines, CheckpointManager(root, keep_last=1, sync=False) as manager:
-        manager.checkpoints._knows_start = True  # as one that does not look
+        manager.checkpoints._is_resume_point_known = True  # as one that does not look
         saved(manager, 5)
         saved(manager, 6)
         assert any("step order" in line for line in lines) == (rank == 0)

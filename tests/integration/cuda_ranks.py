@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.group import TorchGroup
-from ckptctl.distributed.loading.broadcast import SharedRead, exchange_boxes, find_routes
+from ckptctl.distributed.loading.broadcast import SharedRead, exchange_boxes, get_transfer_devices
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.state import TensorShard
 
@@ -57,7 +57,7 @@ def replicas(rank: int, world: int, folder: str) -> None:
     """Load the same on all ranks, sent through host memory; one has some of it in that."""
     stock = stock_of(folder)
     group = TorchGroup()
-    assert find_routes(group)["cuda"] == "cpu"
+    assert get_transfer_devices(group)["cuda"] == "cpu"
     state = {
         name: torch.zeros_like(full, device="cpu" if rank and number % 3 == 0 else "cuda")
         for number, (name, full) in enumerate(stock.items())
@@ -81,7 +81,7 @@ def by_nccl(rank: int, world: int, folder: str) -> None:
     device = torch.device("cuda", rank)
     for backend in ("cpu:gloo,cuda:nccl", "nccl"):
         group = dist.new_group(backend=backend)
-        assert find_routes(TorchGroup(group))["cuda"] == "cuda"
+        assert get_transfer_devices(TorchGroup(group))["cuda"] == "cuda"
         state = {name: torch.zeros_like(full, device=device) for name, full in stock.items()}
         report = load(state, folder, jobs=2, broadcast=True, process_group=group)
         for name, full in stock.items():

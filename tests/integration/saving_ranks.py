@@ -23,7 +23,7 @@ from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.save import SavedPlan, save, write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
-from ckptctl.save_load.saving.save_files import add_values
+from ckptctl.save_load.saving.save_files import append_values
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.tree import TreePath
 from tests.checkpoints.dcp import distribute
@@ -284,7 +284,7 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
         collective = collective_save.CollectiveSave
         killing: dict[str, tuple[Any, Any]] = {
             "before the plan": (collective, collective.prepare),
-            "after the plan": (collective_save, add_values),
+            "after the plan": (collective_save, append_values),
             "while writing": (LocalSink, LocalSink.write),
             "when written": (collective, collective._publish_metadata),
         }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
-from ckptctl.distributed.background.host_memory import UNUSED_SAVES
+from ckptctl.distributed.background.host_memory import RECENT_SAVES
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import get_staging_directory
@@ -167,7 +167,7 @@ def test_thread_start_failure_fails_save_and_frees_memory(tmp_path: Path) -> Non
 
 def test_writer_process_frees_unused_staging_memory(tmp_path: Path) -> None:
     with AsyncSaver(mode="process") as saver:
-        for step, size in enumerate([1 << 24, *[1 << 20] * (UNUSED_SAVES + 1)]):
+        for step, size in enumerate([1 << 24, *[1 << 20] * (RECENT_SAVES + 1)]):
             saver.save({"a": torch.ones(size)}, tmp_path / f"{step}", sync=False).result()
         assert saver._pool.nbytes < 1 << 23
         assert saver._writer._child

@@ -132,7 +132,7 @@ def test_installed_report_page_contains_styles_and_scripts(
 
 def test_installed_schema_command_lists_every_schema(tmp_path: Path) -> None:
     done = command(tmp_path, "schema", "-q")
-    assert done.stdout.split() == list(schemas.list_documents())
+    assert done.stdout.split() == list(schemas.get_documents_by_name())
     assert {*LINES, "error"} == {*done.stdout.split()}
     shown = json.loads(command(tmp_path, "schema", "prune").stdout)
     assert shown["title"] == "ckptctl.prune/1"

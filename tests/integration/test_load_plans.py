@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
     noted(LoadOptions, "open_catalog", "open")
     noted(load_plan, "map_state", "map")
-    noted(PreparedRead, "plan_located", "plan")
+    noted(PreparedRead, "plan_located_tensors", "plan")
     LOAD_PLANS.clear()
     yield found
     LOAD_PLANS.clear()

@@ -142,7 +142,12 @@ def test_pinned_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     state = on_device(stock)
     load(state, tmp_path / "a", jobs=16)
     require_equal(state, stock)
-    assert 0 < sum(sizes) <= 16 * pinned_buffers.TURNS * pinned_buffers.MAX_TURN_BYTES <= 300 << 20
+    assert (
+        0
+        < sum(sizes)
+        <= 16 * pinned_buffers.BUFFER_SETS_PER_THREAD * pinned_buffers.MAX_PINNED_SET_BYTES
+        <= 300 << 20
+    )
 
 
 @cuda

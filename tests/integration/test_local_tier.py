@@ -118,7 +118,7 @@ def test_saves_of_running_start_are_not_retired(tmp_path: Path) -> None:
     names = [f"{run}-00000{number}-0000000{number}" for number in (1, 2)]
     running, later = LocalFolder(tmp_path), LocalFolder(tmp_path)
     for folder, name in ((running, names[0]), (later, names[1])):
-        folder.begin_start(name)
+        folder.begin_launch(name)
         (tmp_path / name / "step-5").mkdir()
     newest, old = later.list_saves(run)
     assert later.remove_old_saves(newest, {newest}) == []

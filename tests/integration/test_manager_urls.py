@@ -23,7 +23,7 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFound
 from ckptctl.remote.conditions import find_conditional_requests
 from ckptctl.remote.objects import OutputObjects
 from ckptctl.remote.store import FsspecStore, get_protocols
-from ckptctl.runs.listing import find_newest
+from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
 from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord
@@ -370,7 +370,7 @@ def test_checkpoint_with_only_run_record_is_skipped(url: str) -> None:
         manager.save(1, state_at(1))
     system, root = stores.at(url)
     system.pipe_file(f"{root}/step-2/ckptctl.run.json", b"{}")
-    found = find_newest(resolve_source_path(url), now=4e9)
+    found = find_newest_checkpoint(resolve_source_path(url), now=4e9)
     assert found.chosen.name == "step-1"
     assert [one.problem for one in found.skipped] == ["it is empty"]
 

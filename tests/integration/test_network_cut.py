@@ -23,7 +23,7 @@ import ckptctl
 from ckptctl.conversion import upload
 from ckptctl.errors import CkptError
 from ckptctl.runs import listing as runs
-from ckptctl.runs.listing import find_newest
+from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage.paths import resolve_source_path
 from tests import s3_server
 from tests.s3_server import Request, Server
@@ -109,7 +109,12 @@ def _is_complete_for_readers(url: str) -> list[bool]:
     said = []
     run = (
         lambda: (
-            str(find_newest(resolve_source_path(url.rpartition("/")[0])).chosen.entry.path) == url
+            str(
+                find_newest_checkpoint(
+                    resolve_source_path(url.rpartition("/")[0])
+                ).chosen.entry.path
+            )
+            == url
         ),
         lambda: runs.read_run(resolve_source_path(url.rpartition("/")[0])).checkpoints[0].complete,
     )

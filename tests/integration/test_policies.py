@@ -156,13 +156,13 @@ def test_make_room_before_limits_checkpoints_on_disk(
 ) -> None:
     """On a disk that holds so many; what is gone on from may go once a newer one is there."""
     root, there = tmp_path / "run", [0]
-    beside = RunCheckpoints.build_sidecars
+    beside = RunCheckpoints.build_sidecar_files
 
     def counting(keeper: RunCheckpoints, rated: dict[str, float]) -> Any:
         there.append(len(names(root)))  # with the one that is being made
         return beside(keeper, rated)
 
-    monkeypatch.setattr(RunCheckpoints, "build_sidecars", counting)
+    monkeypatch.setattr(RunCheckpoints, "build_sidecar_files", counting)
     for _ in range(2):
         rules: dict[str, Any] = {"keep_last": keep, "make_room": "before", "sync": False}
         with CheckpointManager(root, **rules) as manager:

@@ -30,7 +30,7 @@ from ckptctl.errors import (
 from ckptctl.remote import retries
 from ckptctl.remote import store as remote_store
 from ckptctl.runs import listing as runs
-from ckptctl.runs.listing import find_newest
+from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage.execution import finisher
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.paths import parse_path
@@ -241,7 +241,7 @@ def test_remote_run_lists_checkpoints_and_skips_damaged(tmp_path: Path) -> None:
     root = parse_path(f"memory://{tmp_path.name}")
     found = runs.read_run(root)
     assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
-    seen = find_newest(root)
+    seen = find_newest_checkpoint(root)
     assert str(seen.chosen.entry.path) == f"memory://{tmp_path.name}/step-10"
     assert len(seen.skipped) == 1
     inspection = ckptctl.inspect(f"memory://{tmp_path.name}")
@@ -585,4 +585,4 @@ def test_storage_failure_is_not_reported_as_damage(
         if shard == "ckpt":
             ckptctl.verify(tiny)
         else:
-            find_newest(url)  # type: ignore[arg-type]
+            find_newest_checkpoint(url)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.runs import listing as runs
-from ckptctl.runs.listing import find_newest
+from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage import processes
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.storage.writing import LOCK_NAME, LockRecord
@@ -65,7 +65,7 @@ def test_checkpoint_being_written_is_skipped(root: str) -> None:
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "the checkpoint is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
-    seen = find_newest(resolve_source_path(root))
+    seen = find_newest_checkpoint(resolve_source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
     assert [one.writing for one in seen.skipped] == [True]
     assert "the checkpoint is being written (by process 77" in seen.skipped[0].problem
@@ -77,7 +77,7 @@ def test_interrupted_upload_is_damaged(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
-        find_newest(resolve_source_path(root))
+        find_newest_checkpoint(resolve_source_path(root))
     later = runs.read_run(resolve_source_path(root), now=time.time() + 10_000).checkpoints
     assert [(one.verdict, one.torn, one.writing) for one in later] == [("damaged", True, False)]
     MEMORY.rm_file(f"{_place(url)}/{LOCK_NAME}")
@@ -105,7 +105,7 @@ def test_dead_lock_next_to_complete_checkpoint_is_ignored(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
-    assert find_newest(resolve_source_path(root)).chosen.complete
+    assert find_newest_checkpoint(resolve_source_path(root)).chosen.complete
 
 
 def test_expired_lock_is_ignored(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,11 @@ from ckptctl.distributed.background.save_thread import (
     SaveThread,
     run_in_background,
 )
-from ckptctl.distributed.background.staging import StagedState, compute_copy_memory, stage_shards
+from ckptctl.distributed.background.staging import (
+    StagedCopy,
+    compute_copy_memory,
+    copy_shards_to_host,
+)
 from ckptctl.distributed.background.start_vote import SaverStatus, StartVote, capture_outcome
 from ckptctl.distributed.background.writer_process import WriterProcess, build_plan_executor
 from ckptctl.distributed.group import ProcessGroup, create_gloo_group
@@ -39,7 +43,7 @@ from ckptctl.distributed.state import StateDict, flatten_state
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import Option, require_choice
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess
 from ckptctl.storage.paths import expand_home, parse_path
 from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
@@ -195,7 +199,7 @@ class AsyncSaver(Closeable):
         self._failures = 0  # consecutive
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
-        self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, for saves
+        self._ranks: tuple[RankCollectives, RankCollectives] | None = None  # for calls, for saves
         self._preparing: Future[None] | None = None
         self._last: SaveThread | None = None
         self._process = os.getpid()
@@ -258,7 +262,7 @@ class AsyncSaver(Closeable):
         if not options.collectives:
             require_local_target(path)
         when_busy = options.when_busy or self._when_busy
-        self._require_outside()
+        self._require_not_in_callback()
         self._require_open()
         calls, ranks = self.groups()
         vote = StartVote(calls if options.collectives else SingleProcess())
@@ -271,7 +275,7 @@ class AsyncSaver(Closeable):
                 return future.mark_skipped()
         self.join()
 
-        def start_thread(staged: StagedState) -> SaveThread:
+        def start_thread(staged: StagedCopy) -> SaveThread:
             writer = self._writer if (options.mode or self._mode) == "process" else None
             copied = replace(options, execute=build_plan_executor(staged.region, writer))
             if options.collectives:
@@ -297,7 +301,7 @@ class AsyncSaver(Closeable):
                 vote, agreed_options, collect_shards, start_thread
             )
         future.staged.set()
-        self._last.proceed()
+        self._last.allow_writing()
         self._failures = self._failures + 1 if failure else 0
         if failure and self._failures > (self._max_failures or 0):
             raise failure
@@ -308,7 +312,7 @@ class AsyncSaver(Closeable):
         """Future of the last save, or None before the first save."""
         return self._last.future if self._last else None
 
-    def groups(self) -> tuple[Coordinator, Coordinator]:
+    def groups(self) -> tuple[RankCollectives, RankCollectives]:
         """Return the ranks for calls and for background saves, created by the first call."""
         self._ranks = self._ranks or (
             create_gloo_group(self._parent),
@@ -318,7 +322,7 @@ class AsyncSaver(Closeable):
 
     def join(self) -> None:
         """Wait for the running save, and ignore its outcome."""
-        self._require_outside()
+        self._require_not_in_callback()
         if self._last is not None:
             self._last.join()
 
@@ -354,7 +358,7 @@ class AsyncSaver(Closeable):
         vote: StartVote,
         agreed_options: tuple[object, ...],
         collect: Callable[[], tuple[LocalState, SavedPlan | None]],
-        start: Callable[[StagedState], SaveThread],
+        start: Callable[[StagedCopy], SaveThread],
     ) -> tuple[SaveThread, BaseException | None]:
         """Copy this rank's shards, or only those that its plan writes, and start a thread.
 
@@ -384,7 +388,7 @@ class AsyncSaver(Closeable):
             preparing, self._preparing = self._preparing, None
             if preparing:
                 preparing.result()
-            return start(stage_shards(local, self._pool, written))
+            return start(copy_shards_to_host(local, self._pool, written))
 
         thread = vote.run_all_or_none(copy_shards, SaveThread.abandon)
         return thread, self._take_failure() if any_rank.failed else None
@@ -400,7 +404,7 @@ class AsyncSaver(Closeable):
                 hint="create a new one",
             )
 
-    def _require_outside(self) -> None:
+    def _require_not_in_callback(self) -> None:
         if self._last and self._last.is_current_thread:
             raise RefusedError(
                 "a callback of a save cannot wait for that save",

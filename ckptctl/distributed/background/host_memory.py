@@ -29,7 +29,7 @@ T = TypeVar("T")
 PAGE = mmap.PAGESIZE
 MAX_FREE_REGIONS = 2
 """Maximum number of free regions to keep, enough for two savers or two alternating states."""
-UNUSED_SAVES = 4
+RECENT_SAVES = 4
 """Number of recent saves. Free regions that are larger than all of them needed are released."""
 MADV_POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE``, since Linux 5.14."""
@@ -151,7 +151,7 @@ class HostPool:
         self._max_free = max_free
         self._free: list[HostRegion] = []
         self._used: set[HostRegion] = set()
-        self._needed: deque[int] = deque(maxlen=UNUSED_SAVES)
+        self._needed: deque[int] = deque(maxlen=RECENT_SAVES)
         self._pins = True
         self._closed = False
         self._lock = threading.Lock()
@@ -193,7 +193,7 @@ class HostPool:
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
-            if len(self._needed) == UNUSED_SAVES:
+            if len(self._needed) == RECENT_SAVES:
                 for unneeded in [
                     unneeded for unneeded in self._free if unneeded.nbytes > max(self._needed)
                 ]:
@@ -229,13 +229,13 @@ class HostPool:
         ]
 
     def _allocate_region(self, size: int, pinned: bool) -> HostRegion:
-        self._free_room(size)
+        self._make_room(size)
         region = HostRegion(size, pinned=pinned and self._pins)
         # After pinning has failed once, it is not tried again.
         self._pins = self._pins and region.pinned >= pinned
         return region
 
-    def _free_room(self, size: int) -> None:
+    def _make_room(self, size: int) -> None:
         if self._limit is None:
             return
         while self._free and self._count_bytes() + size > self._limit:

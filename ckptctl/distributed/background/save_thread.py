@@ -100,7 +100,7 @@ class SaveThread:
         )
 
     def start(self) -> None:
-        """Start the thread, which waits for :meth:`proceed` or :meth:`abandon`.
+        """Start the thread, which waits for :meth:`allow_writing` or :meth:`abandon`.
 
         Raises:
             StorageError: The system has no threads left.
@@ -115,7 +115,7 @@ class SaveThread:
                 hint="raise the limit on processes (`ulimit -u`), or save synchronously",
             ) from error
 
-    def proceed(self) -> None:
+    def allow_writing(self) -> None:
         """Let the thread write."""
         self._decision.put(True)
 

@@ -89,7 +89,7 @@ def _start_copies(
 
 
 @dataclass(frozen=True, slots=True)
-class StagedState:
+class StagedCopy:
     """Copy of a rank's shards, in the memory *region* (None if nothing was copied)."""
 
     state: LocalState
@@ -97,7 +97,7 @@ class StagedState:
     nbytes: int
 
 
-class _RangeMember(NamedTuple):
+class _LocatedTensor(NamedTuple):
     """Tensor with its address range, and the identity of the *memory* that contains it."""
 
     memory: tuple[str, int]
@@ -107,26 +107,26 @@ class _RangeMember(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Range(NamedTuple):
+class _CopyRange(NamedTuple):
     """Memory range to copy, either bytewise with all tensors in it, or one tensor element-wise."""
 
     first: int
     nbytes: int
-    members: Sequence[_RangeMember]
+    members: Sequence[_LocatedTensor]
     is_bytewise: bool
 
 
-def stage_shards(
+def copy_shards_to_host(
     state: LocalState, pool: HostPool, chosen: Iterable[int] | None = None
-) -> StagedState:
+) -> StagedCopy:
     """Copy all shards, or only those of the *chosen* chunks, so that the originals can change.
 
     The devices of the tensors must be synchronized.
     """
     ranges = list(_iterate_ranges(list(_iterate_members(state.pieces, chosen))))
-    places = list(_place_ranges(ranges))
+    places = list(_assign_region_offsets(ranges))
     if not ranges:
-        return StagedState(state, None, 0)
+        return StagedCopy(state, None, 0)
     region = pool.take_region(*_compute_region_size(ranges, places))
     try:
         pieces = list(state.pieces)
@@ -138,34 +138,36 @@ def stage_shards(
     steps = [tuple(piece.stride()) for piece in pieces]
     nbytes = sum(byte_range.nbytes for byte_range in ranges)
     copied = replace(state, pieces=pieces, steps=steps, complete=chosen is None)
-    return StagedState(copied, region, nbytes)
+    return StagedCopy(copied, region, nbytes)
 
 
 def compute_copy_memory(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
     """Compute the size in bytes of a host copy of all shards, and whether to pin its memory."""
     ranges = list(_iterate_ranges(list(_iterate_members(pieces, None))))
-    return _compute_region_size(ranges, list(_place_ranges(ranges))) if ranges else (0, False)
+    return (
+        _compute_region_size(ranges, list(_assign_region_offsets(ranges))) if ranges else (0, False)
+    )
 
 
-def _compute_region_size(ranges: Sequence[_Range], places: Sequence[int]) -> tuple[int, bool]:
+def _compute_region_size(ranges: Sequence[_CopyRange], places: Sequence[int]) -> tuple[int, bool]:
     pinned = any(member.tensor.is_cuda for byte_range in ranges for member in byte_range.members)
     return places[-1] + ranges[-1].nbytes, pinned
 
 
 def _iterate_members(
     pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None
-) -> Iterator[_RangeMember]:
+) -> Iterator[_LocatedTensor]:
     for index in range(len(pieces)) if chosen is None else sorted(set(chosen)):
         tensor = pieces[index]
         if tensor.numel():
             first = tensor.data_ptr()
             end = first + count_spanned_elements(tensor) * tensor.element_size()
-            yield _RangeMember(_identify_memory(tensor), first, end, index, tensor)
+            yield _LocatedTensor(_get_memory_identity(tensor), first, end, index, tensor)
 
 
-def _iterate_ranges(members: Sequence[_RangeMember]) -> Iterator[_Range]:
+def _iterate_ranges(members: Sequence[_LocatedTensor]) -> Iterator[_CopyRange]:
     """Yield the memory ranges that overlapping tensors cover, by address."""
-    group: list[_RangeMember] = []
+    group: list[_LocatedTensor] = []
     end = 0
     for member in sorted(members, key=lambda candidate: candidate[:4]):
         if group and not (group[0].memory == member.memory and member.first < end):
@@ -177,14 +179,14 @@ def _iterate_ranges(members: Sequence[_RangeMember]) -> Iterator[_Range]:
         yield from _build_ranges(group, end)
 
 
-def _identify_memory(tensor: torch.Tensor) -> tuple[str, int]:
+def _get_memory_identity(tensor: torch.Tensor) -> tuple[str, int]:
     """Return an identity of the memory within which addresses can be compared."""
     if is_on_host(tensor):
         return "", 0
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
-def _build_ranges(members: Sequence[_RangeMember], end: int) -> Iterator[_Range]:
+def _build_ranges(members: Sequence[_LocatedTensor], end: int) -> Iterator[_CopyRange]:
     first, length = members[0].first, end - members[0].first
     aligned = not any(member.first % member.tensor.element_size() for member in members)
     tensor = members[0].tensor
@@ -202,13 +204,13 @@ def _build_ranges(members: Sequence[_RangeMember], end: int) -> Iterator[_Range]
         and not tensor.is_contiguous()
     )
     if aligned and length <= 2 * needed and not dense:
-        yield _Range(first, length, members, is_bytewise=True)
+        yield _CopyRange(first, length, members, is_bytewise=True)
         return
     for member in members:
-        yield _Range(member.first, member.tensor.nbytes, [member], is_bytewise=False)
+        yield _CopyRange(member.first, member.tensor.nbytes, [member], is_bytewise=False)
 
 
-def _place_ranges(ranges: Iterable[_Range]) -> Iterator[int]:
+def _assign_region_offsets(ranges: Iterable[_CopyRange]) -> Iterator[int]:
     """Yield the start of each range in the region, keeping the alignment of elements."""
     end = 0
     for byte_range in ranges:
@@ -220,7 +222,7 @@ def _place_ranges(ranges: Iterable[_Range]) -> Iterator[int]:
 
 
 def _copy_ranges(
-    region: HostRegion, ranges: Sequence[_Range], places: Sequence[int]
+    region: HostRegion, ranges: Sequence[_CopyRange], places: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
     """Copy the ranges, and return the copied tensors by chunk index."""
     placed = list(zip(ranges, places, strict=True))
@@ -251,7 +253,7 @@ def _copy_ranges(
 
 
 def _view_copy(
-    region: HostRegion, member: _RangeMember, place: int, byte_range: _Range
+    region: HostRegion, member: _LocatedTensor, place: int, byte_range: _CopyRange
 ) -> torch.Tensor:
     tensor = member.tensor
     start = place + member.first - byte_range.first

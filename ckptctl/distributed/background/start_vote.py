@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks
+from ckptctl.ranks.coordinator import RankCollectives, run_on_all_ranks
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class SaverStatus(NamedTuple):
 class StartVote:
     """Votes of all ranks on the training thread, each one exchange of a few numbers."""
 
-    def __init__(self, ranks: Coordinator) -> None:
+    def __init__(self, ranks: RankCollectives) -> None:
         self._ranks = ranks
 
     def exchange_status(

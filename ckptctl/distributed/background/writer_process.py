@@ -96,7 +96,7 @@ class WriterProcess:
                 if known_region.descriptor >= 0
             }
             connection.send((replace(plan, files=files), root, options, places, alive))
-            result = self._serve_frames(connection, plan)
+            result = self._answer_frame_requests(connection, plan)
         except (EOFError, OSError) as error:
             child = self._child
             self.close()
@@ -161,7 +161,7 @@ class WriterProcess:
             self._count = 0
             return Connection(parent_end.detach())
 
-    def _serve_frames(self, connection: Connection, plan: Plan) -> Execution:
+    def _answer_frame_requests(self, connection: Connection, plan: Plan) -> Execution:
         """Send the file headers and indexes that the child requests, until it is done."""
         while True:
             message = connection.recv()

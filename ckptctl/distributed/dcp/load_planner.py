@@ -42,8 +42,12 @@ from ckptctl.distributed.values import (
 )
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, quote_names
 from ckptctl.planner.boxes import compute_coverage
-from ckptctl.save_load.loading.checks import find_casts, require_shapes
-from ckptctl.save_load.loading.key_comparison import compare_keys, describe_load, require_equal_keys
+from ckptctl.save_load.loading.checks import find_casts, require_same_shapes
+from ckptctl.save_load.loading.key_comparison import (
+    build_load_report,
+    compare_keys,
+    require_equal_keys,
+)
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.save_load.loading.state_mapping import RequestedTensor
 
@@ -119,12 +123,12 @@ class LoadPlanner(DefaultLoadPlanner):
         paths = {name: meta.path for name, meta in self._state.meta.items()}
         values = self._state.paths
         entries = self._offered.state_dict_metadata
-        wanted = {
+        requested_tensors = {
             name: RequestedTensor(meta.dtype, meta.shape, ())
             for name, meta in self._state.meta.items()
         }
-        require_shapes(self._mapping.tensors, wanted)
-        self._cast = find_casts(self._mapping, wanted, self.cast)
+        require_same_shapes(self._mapping.tensors, requested_tensors)
+        self._cast = find_casts(self._mapping, requested_tensors, self.cast)
         items: list[ReadItem] = []
         for name, tensor in self._state.tensors.items():
             entry = entries.get(name)
@@ -169,7 +173,7 @@ class LoadPlanner(DefaultLoadPlanner):
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
         loaded = tuple(name for name in names if name in entries)
-        self.report = describe_load(comparison, self._mapping, loaded, self._cast)
+        self.report = build_load_report(comparison, self._mapping, loaded, self._cast)
         return new_plan
 
     @add_error_notes

@@ -33,7 +33,7 @@ from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
     StateMapping,
     map_state,
-    move_name,
+    replace_prefix,
 )
 from ckptctl.save_load.saving.global_plan import GlobalPlan
 from ckptctl.save_load.saving.local_shards import TensorMeta
@@ -123,7 +123,7 @@ class CatalogMetadata(Metadata):
                 map_state(catalog, {}, MappingRequest(source=ModelRequest(root=options.root)))
             )
 
-    def get_mapping(self) -> StateMapping:
+    def require_mapping(self) -> StateMapping:
         """Return the mapping to the state, or raise the error of opening the checkpoint."""
         if self._problem:
             raise self._problem
@@ -132,7 +132,7 @@ class CatalogMetadata(Metadata):
 
     def adapt_to_state(self, state: Mapping[str, TensorMeta]) -> None:
         """Present the checkpoint's tensors with the names and layout of *state*."""
-        self.get_mapping()
+        self.require_mapping()
         assert self._catalog
         self._set_mapping(map_state(self._catalog, state, self._options.mapping))
 
@@ -157,7 +157,7 @@ class CatalogMetadata(Metadata):
             for name, kind in kinds.items()
         }
         for blob in catalog.blobs.values():
-            name = move_name(blob.name, mapping.root, mapping.prefix)
+            name = replace_prefix(blob.name, mapping.root, mapping.prefix)
             if name not in kinds:
                 self.state_dict_metadata[name] = BytesStorageMetadata()
                 paths[name] = blob.path if blob.name == name else (name,)
@@ -167,7 +167,7 @@ class CatalogMetadata(Metadata):
 def build_mapping(metadata: Metadata) -> StateMapping:
     """Return the mapping to the state, which is the identity for metadata of other readers."""
     if isinstance(metadata, CatalogMetadata):
-        return metadata.get_mapping()
+        return metadata.require_mapping()
     paths = metadata.planner_data or {}
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}

@@ -48,13 +48,13 @@ from ckptctl.save_load.saving.global_plan import (
     RankShare,
     make_global_plan,
     make_output_tensor,
-    make_own_plan,
+    make_rank_local_plan,
 )
 from ckptctl.save_load.saving.local_shards import (
     LocalShards,
     PackedShards,
+    assign_values_to_ranks,
     compute_digest,
-    divide_values,
 )
 from ckptctl.save_load.saving.save_files import iterate_boxes
 from ckptctl.units import pluralize
@@ -183,9 +183,9 @@ class SavePlanner(DefaultSavePlanner):
             MappingError: Ranks disagree on a tensor, or on a value and *per_rank* is ``"error"``.
             CoverageError: The boxes of all ranks do not tile a tensor.
         """
-        plans = [_require_share_plan(plan) for plan in all_plans]
+        plans = [_require_own_plan_class(plan) for plan in all_plans]
         current = compute_digest([plan.key for plan in plans])
-        shards = [self._resolve_packed(rank, plan) for rank, plan in enumerate(plans)]
+        shards = [self._get_packed_shards(rank, plan) for rank, plan in enumerate(plans)]
         older = [plan.generation for plan in self._plans.list_plans() if plan.generation != current]
         kept = (*reversed(older), current)[-self._limit :] if self._limit else ()
         cached = self._plans.get(current)
@@ -207,7 +207,7 @@ class SavePlanner(DefaultSavePlanner):
         divided = (
             make_global_plan(shards)
             if len(shards) > 1 or is_single
-            else make_own_plan(0, 1, shards[0])
+            else make_rank_local_plan(0, 1, shards[0])
         )
         differing = {
             name for part in divided.shares for name, under in part.values.items() if name != under
@@ -238,7 +238,7 @@ class SavePlanner(DefaultSavePlanner):
     @add_error_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Create this rank's write items, or reuse the items of the cached plan."""
-        plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key
+        plan, key = _require_own_plan_class(new_plan), cast(SharePlan, self.plan).key
         if plan.share is None:
             cached = self._plans.get(plan.generation)
             assert cached
@@ -275,7 +275,7 @@ class SavePlanner(DefaultSavePlanner):
         """Return a value of the state by the name of its item."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
-    def _resolve_packed(self, rank: int, plan: SharePlan) -> PackedShards:
+    def _get_packed_shards(self, rank: int, plan: SharePlan) -> PackedShards:
         if plan.packed:
             return plan.packed
         for agreed_plan in (
@@ -292,7 +292,7 @@ class SavePlanner(DefaultSavePlanner):
         )
 
 
-def _require_share_plan(plan: SavePlan) -> SharePlan:
+def _require_own_plan_class(plan: SavePlan) -> SharePlan:
     if not isinstance(plan, SharePlan):
         raise RefusedError(
             "all ranks must save with the same planner",
@@ -305,7 +305,7 @@ def _list_written_values(all_packed: Sequence[PackedShards]) -> list[dict[str, s
     structures = {
         entry.identity: entry.structure for entry in reversed(all_packed) if entry.structure
     }
-    return [dict(entry) for entry in divide_values(all_packed, structures).written_by_rank]
+    return [dict(entry) for entry in assign_values_to_ranks(all_packed, structures).written_by_rank]
 
 
 def iterate_write_items(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:

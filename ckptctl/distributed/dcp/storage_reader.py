@@ -19,8 +19,12 @@ from torch.futures import Future
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, add_error_notes
-from ckptctl.distributed.loading.target_memory import build_views, build_wanted, read_into
-from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.loading.target_memory import (
+    build_memory_by_name,
+    build_requested_tensors,
+    execute_load_plan,
+)
+from ckptctl.distributed.positions import record_visited_checkpoint
 from ckptctl.distributed.state import TensorShard, flatten_state
 from ckptctl.distributed.values import format_skipped_values, read_values, serialize_value
 from ckptctl.errors import CkptError, MappingError
@@ -118,7 +122,7 @@ class Reader(StorageReader):
         """
         if not isinstance(metadata, CatalogMetadata):
             raise MappingError("the metadata was not read by this reader")
-        metadata.get_mapping()
+        metadata.require_mapping()
         self._metadata = metadata
         self._rank = kwargs.get("rank") or 0
 
@@ -170,7 +174,7 @@ class Reader(StorageReader):
         for item in values:
             if item.storage_index.fqn in contents:
                 planner.load_bytes(item, contents[item.storage_index.fqn])
-        record_position(parse_path(os.fspath(self.checkpoint_id)))
+        record_visited_checkpoint(parse_path(os.fspath(self.checkpoint_id)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -182,20 +186,24 @@ class Reader(StorageReader):
 
     def _get_mapping(self) -> StateMapping:
         assert self._metadata
-        return self._metadata.get_mapping()
+        return self._metadata.require_mapping()
 
     def _fill_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         targets = [(item, planner.resolve_tensor(item)) for item in items]
-        shards = [_build_shard(item, tensor.detach()) for item, tensor in targets]
-        wanted = build_wanted(_describe_tensors(shards, self._get_mapping()), shards)
+        shards = [_build_target_shard(item, tensor.detach()) for item, tensor in targets]
+        requested_tensors = build_requested_tensors(
+            _build_tensor_metas(shards, self._get_mapping()), shards
+        )
         cast = self._options.cast or bool(getattr(planner, "cast", False))
         state = getattr(planner, "state_dict", {})
         regular_names = [
-            n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)
+            n
+            for n in requested_tensors
+            if not isinstance(state.get(n), DTensor | ShardedTensor | None)
         ]
         mapping = with_rank_tensors(self._get_mapping(), regular_names, self._rank, state)
-        plan = prepare_read(mapping, wanted, cast=cast).plan_tensors(wanted)
-        execution = read_into(build_views(shards), plan, self._options)
+        plan = prepare_read(mapping, requested_tensors, cast=cast).plan_tensors(requested_tensors)
+        execution = execute_load_plan(build_memory_by_name(shards), plan, self._options)
         self.bytes_read = execution.bytes_read
         self._options.require_in_range(execution.lost)
         for item, tensor in targets:
@@ -215,7 +223,7 @@ class Reader(StorageReader):
         return {name: io.BytesIO(serialize_value(value)) for name, value in loaded.values.items()}
 
 
-def _build_shard(item: ReadItem, tensor: torch.Tensor) -> TensorShard:
+def _build_target_shard(item: ReadItem, tensor: torch.Tensor) -> TensorShard:
     """Describe the target tensor of a read item as a shard."""
     first = item.storage_index.offset or (0,) * len(item.lengths)
     pairs = zip(first, item.storage_offsets, strict=True)
@@ -231,7 +239,7 @@ def _build_shard(item: ReadItem, tensor: torch.Tensor) -> TensorShard:
     return shard
 
 
-def _describe_tensors(
+def _build_tensor_metas(
     shards: Sequence[TensorShard], mapping: StateMapping
 ) -> dict[str, TensorMeta]:
     """Describe the global tensors of *shards*."""

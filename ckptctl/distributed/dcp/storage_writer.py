@@ -28,12 +28,12 @@ from ckptctl.distributed.dcp.metadata import add_error_notes, encode_metadata
 from ckptctl.distributed.dcp.save_planner import SavePlanner as OwnPlanner
 from ckptctl.distributed.dcp.save_planner import SharePlan
 from ckptctl.distributed.devices import synchronize_devices
-from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.positions import record_visited_checkpoint
 from ckptctl.distributed.saving.destination import (
     RankFolderTarget,
     SaveTarget,
     build_target,
-    require_rank_files,
+    require_visible_rank_files,
 )
 from ckptctl.distributed.saving.local_state import LocalState, get_save_strides
 from ckptctl.distributed.saving.save_options import WriterOptions
@@ -150,13 +150,13 @@ class Writer(StorageWriter):
             if type(planner) is OwnPlanner and isinstance(plan, SharePlan) and plan.share:
                 state, share = planner.local_state, plan.share
             else:
-                state, share = _describe_as_state(plan.items, planner)
+                state, share = _build_local_state(plan.items, planner)
             count = self._options.choose_file_count
             output = lay_out_rank_files(
-                self._rank, state.shards, share, state.steps, state.values, count
+                self._rank, state.shards, share, state.strides, state.values, count
             )
-            self._place_set.write_files(output.plan, state.pieces)
-            places, values = output.tensors.items.iterate_places(), output.items
+            self._save_target.write_files(output.plan, state.pieces)
+            places, values = output.tensors.items.iterate_positions(), output.items
             results = [
                 WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))
                 for item in plan.items
@@ -179,7 +179,7 @@ class Writer(StorageWriter):
                 for rank_results in results
                 for result in rank_results
             }
-            _check_all_written(metadata, stored, self._target_path)
+            _require_all_written(metadata, stored, self._target_path)
             metadata.version, metadata.storage_data = METADATA_VERSION, stored
             metadata.storage_meta = self.storage_meta()
             # Without collectives, a writer does not know the number of ranks.
@@ -189,11 +189,11 @@ class Writer(StorageWriter):
                 rank: _compute_file_sizes(rank_results)
                 for rank, rank_results in enumerate(results, first)
             }
-            require_rank_files(self._place_set, sizes)
+            require_visible_rank_files(self._save_target, sizes)
             if self._stack is None:
                 raise RefusedError("another save replaced this one", where=self._target_path)
-            self._place_set.publish(content)
-            record_position(parse_path(self._target_path))
+            self._save_target.publish(content)
+            record_visited_checkpoint(parse_path(self._target_path))
             self._close_open_stack()
 
     @classmethod
@@ -206,13 +206,13 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
-    def _place_set(self) -> SaveTarget:
+    def _save_target(self) -> SaveTarget:
         assert self._place, "torch sets up a writer first"
         return self._place
 
     @property
     def _target_path(self) -> str:
-        return str(self._place_set.target)
+        return str(self._save_target.target)
 
     def _prepare_target(self) -> None:
         # After a failure on another rank, torch does not call this writer again to clean up.
@@ -220,7 +220,7 @@ class Writer(StorageWriter):
         if earlier:
             earlier._close_open_stack()
         with ExitStack() as stack:
-            self._place_set.prepare_target(stack)
+            self._save_target.prepare_target(stack)
             self._stack = stack.pop_all()
         if not self._is_rank_local:
             _OPEN_WRITERS[self._target_path] = self
@@ -254,7 +254,7 @@ def _compute_file_sizes(results: Iterable[WriteResult]) -> dict[str, int]:
     return sizes
 
 
-def _check_all_written(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
+def _require_all_written(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
     planned = (
         index
         for name, entry in metadata.state_dict_metadata.items()
@@ -273,7 +273,7 @@ def _check_all_written(metadata: Metadata, stored: Collection[MetadataIndex], wh
         )
 
 
-def _describe_as_state(
+def _build_local_state(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[LocalState, RankShare]:
     """Convert the write items of any planner to a state, all of which this rank writes."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptctl.distributed.leaves.records import (
     MAX_INT,
-    Make,
-    Maker,
+    NestedBuilder,
+    RecordBuilder,
     check_int,
     disallowed_class_error,
     get_arguments,
@@ -54,7 +54,7 @@ def _import_numpy() -> Any:
     return numpy
 
 
-def _build_dtype(record: Inert, _: Make) -> Dtype:
+def _build_dtype(record: Inert, _: NestedBuilder) -> Dtype:
     """Create a dtype without fields or objects from its kind, size and unit."""
     code, state = _parse_dtype_state(record)
     order, fields, rest = state[1], state[2:5], state[5:]
@@ -112,7 +112,7 @@ def _parse_dtype(record: Inert, value: object) -> Dtype:
     return _build_dtype(value, lambda nested: nested)
 
 
-def build_array(record: Inert, _: Make) -> Array:
+def build_array(record: Inert, _: NestedBuilder) -> Array:
     """Create an array from a ``_reconstruct`` record and its state."""
     kind, state = record.args[0] if record.args else None, record.state
     if kind != _ARRAY:
@@ -130,7 +130,7 @@ def build_array(record: Inert, _: Make) -> Array:
     )
 
 
-def build_from_buffer(record: Inert, _: Make) -> Array:
+def build_from_buffer(record: Inert, _: NestedBuilder) -> Array:
     """Create an array from a ``_frombuffer`` record."""
     content, dtype, shape, order = get_arguments(record, 4)
     if order not in ("C", "F"):
@@ -138,7 +138,7 @@ def build_from_buffer(record: Inert, _: Make) -> Array:
     return _create_array(record, _parse_dtype(record, dtype), shape, content, order)
 
 
-def build_scalar(record: Inert, _: Make) -> object:
+def build_scalar(record: Inert, _: NestedBuilder) -> object:
     """Create a numpy scalar."""
     dtype, content = get_arguments(record, 2)
     resolved = _parse_dtype(record, dtype)
@@ -185,7 +185,7 @@ def _check_valid_values(record: Inert, array: Array) -> None:
 
 _CORES = ("numpy.core", "numpy._core")
 
-NUMPY_MAKERS: dict[Global, Maker] = {
+NUMPY_BUILDERS: dict[Global, RecordBuilder] = {
     _DTYPE: _build_dtype,
     **{Global(f"{core}.multiarray", "_reconstruct"): build_array for core in _CORES},
     **{Global(f"{core}.multiarray", "scalar"): build_scalar for core in _CORES},

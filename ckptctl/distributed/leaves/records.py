@@ -10,15 +10,15 @@ from ckptctl.storage.pickles.pickle_reader import escape_name
 from ckptctl.units import pluralize
 
 MAX_INT = 1 << 63
-Make = Callable[[object], object]
+NestedBuilder = Callable[[object], object]
 """Function that creates the value of a nested record."""
-Maker = Callable[[Inert, Make], object]
+RecordBuilder = Callable[[Inert, NestedBuilder], object]
 """Function that creates the value of a record of one class.
 
 Raises:
     UnsupportedError: The object was pickled in a way that its class never uses.
 """
-Makers = Mapping[Global, Maker]
+RecordBuilders = Mapping[Global, RecordBuilder]
 POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
 """Keys of generator states that contain a position, and of the arrays that they index."""
 POSITION_PARTS = frozenset({*POSITIONS, *POSITIONS.values()})

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 
 from ckptctl import dtypes
-from ckptctl.distributed.leaves.numpy_classes import NUMPY_MAKERS
+from ckptctl.distributed.leaves.numpy_classes import NUMPY_BUILDERS
 from ckptctl.distributed.leaves.records import (
-    Makers,
+    RecordBuilders,
     check_int,
     disallowed_class_error,
     format_class,
     malformed_record_error,
     require_positions,
 )
-from ckptctl.distributed.leaves.standard_classes import STANDARD_MAKERS
-from ckptctl.distributed.leaves.torch_classes import TORCH_MAKERS, ZipStorages
+from ckptctl.distributed.leaves.standard_classes import STANDARD_BUILDERS
+from ckptctl.distributed.leaves.torch_classes import TORCH_BUILDERS, ZipStorages
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTensor, read_archive
 
-ALL_MAKERS: Makers = {**STANDARD_MAKERS, **NUMPY_MAKERS, **TORCH_MAKERS}
-CLASS_TABLE = {**TABLE_WITH_UNREAD_TENSORS, **{(key.module, key.name): key for key in ALL_MAKERS}}
+ALL_BUILDERS: RecordBuilders = {**STANDARD_BUILDERS, **NUMPY_BUILDERS, **TORCH_BUILDERS}
+CLASS_TABLE = {**TABLE_WITH_UNREAD_TENSORS, **{(key.module, key.name): key for key in ALL_BUILDERS}}
 MAX_RECORD_KEYS = 10_000
 """Maximum number of dict keys and set members other than plain values, as hashes may collide."""
 SHARED_FACTOR = 4
@@ -58,7 +58,7 @@ def read_leaf(content: bytes, where: str) -> object:
     archive = read_archive(files, "", 0, len(content), unknown="inert", table=CLASS_TABLE)
     storages = ZipStorages(archive.storages, lambda at, count: files.read("", at, count))
     try:
-        return _LeafValues(storages, SHARED_BYTES + SHARED_FACTOR * len(content)).make_value(
+        return _ValueBuilder(storages, SHARED_BYTES + SHARED_FACTOR * len(content)).make_value(
             archive.root
         )
     except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
@@ -66,7 +66,7 @@ def read_leaf(content: bytes, where: str) -> object:
         raise UnsupportedError("an object in it cannot be created", why=why) from None
 
 
-class _LeafValues:
+class _ValueBuilder:
     """Builder of the objects in one value, with one object per record.
 
     All constructor arguments together may have *allowance* bytes. An argument that is used
@@ -99,7 +99,7 @@ class _LeafValues:
         return self._build_container(record)
 
     def _build_instance(self, record: Inert) -> object:
-        maker = ALL_MAKERS.get(Global(record.module, record.name))
+        maker = ALL_BUILDERS.get(Global(record.module, record.name))
         if maker is None:
             raise disallowed_class_error(record)
         state = record.state if type(record.state) is tuple else ()

@@ -16,8 +16,8 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 from ckptctl.distributed.leaves.records import (
-    Make,
-    Maker,
+    NestedBuilder,
+    RecordBuilder,
     check_int,
     check_str,
     get_arguments,
@@ -30,7 +30,7 @@ from ckptctl.units import pluralize
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
 
-def build_decimal(record: Inert, _: Make) -> object:
+def build_decimal(record: Inert, _: NestedBuilder) -> object:
     """Create a ``Decimal``."""
     (digits,) = get_arguments(record, 1)
     try:
@@ -39,7 +39,7 @@ def build_decimal(record: Inert, _: Make) -> object:
         raise malformed_record_error(record, "its text is not a number") from None
 
 
-def build_fraction(record: Inert, _: Make) -> object:
+def build_fraction(record: Inert, _: NestedBuilder) -> object:
     """Create a ``Fraction`` of bounded size."""
     numerator, denominator = (
         check_int(record, number, -_MAX_FRACTION, _MAX_FRACTION)
@@ -59,14 +59,16 @@ def _unpack_arguments(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, 
     return content, tuple(rest)
 
 
-def _parse_zone(record: Inert, rest: tuple[object, ...], make: Make) -> datetime.tzinfo | None:
+def _parse_zone(
+    record: Inert, rest: tuple[object, ...], make: NestedBuilder
+) -> datetime.tzinfo | None:
     zone = make(rest[0]) if rest else None
     if zone is not None and type(zone) is not datetime.timezone:
         raise malformed_record_error(record, "its time zone is invalid")
     return zone
 
 
-def build_date(record: Inert, _: Make) -> object:
+def build_date(record: Inert, _: NestedBuilder) -> object:
     """Create a ``date`` from its packed bytes."""
     packed, rest = _unpack_arguments(record, 4)
     if rest:
@@ -74,7 +76,7 @@ def build_date(record: Inert, _: Make) -> object:
     return datetime.date(packed[0] << 8 | packed[1], packed[2], packed[3])
 
 
-def build_datetime(record: Inert, make: Make) -> object:
+def build_datetime(record: Inert, make: NestedBuilder) -> object:
     """Create a ``datetime`` from its packed bytes and time zone."""
     packed, rest = _unpack_arguments(record, 10)
     high, low, month, day, hour, minute, second, *microsecond = packed
@@ -91,7 +93,7 @@ def build_datetime(record: Inert, make: Make) -> object:
     )
 
 
-def build_time(record: Inert, make: Make) -> object:
+def build_time(record: Inert, make: NestedBuilder) -> object:
     """Create a ``time`` from its packed bytes and time zone."""
     packed, rest = _unpack_arguments(record, 6)
     hour, minute, second, *microsecond = packed
@@ -105,13 +107,13 @@ def build_time(record: Inert, make: Make) -> object:
     )
 
 
-def build_timedelta(record: Inert, _: Make) -> object:
+def build_timedelta(record: Inert, _: NestedBuilder) -> object:
     """Create a ``timedelta``."""
     days, seconds, microseconds = (check_int(record, number) for number in get_arguments(record, 3))
     return datetime.timedelta(days, seconds, microseconds)
 
 
-def build_timezone(record: Inert, make: Make) -> object:
+def build_timezone(record: Inert, make: NestedBuilder) -> object:
     """Create a ``timezone`` from its offset and name."""
     offset, *name = get_arguments(record, 1, 2)
     delta = make(offset)
@@ -120,7 +122,7 @@ def build_timezone(record: Inert, make: Make) -> object:
     return datetime.timezone(delta, *(check_str(record, part) for part in name))
 
 
-def build_uuid(record: Inert, _: Make) -> object:
+def build_uuid(record: Inert, _: NestedBuilder) -> object:
     """Create a ``UUID`` from its attributes."""
     state = get_attributes(record)
     if not {"int"} <= state.keys() <= {"int", "is_safe"}:
@@ -129,12 +131,12 @@ def build_uuid(record: Inert, _: Make) -> object:
     return uuid.UUID(int=check_int(record, state["int"], 0, 1 << 128), is_safe=safe)
 
 
-def build_range(record: Inert, _: Make) -> object:
+def build_range(record: Inert, _: NestedBuilder) -> object:
     """Create a ``range``."""
     return range(*(check_int(record, number) for number in get_arguments(record, 3)))
 
 
-def build_deque(record: Inert, make: Make) -> object:
+def build_deque(record: Inert, make: NestedBuilder) -> object:
     """Create a ``deque`` with its elements and maximum length."""
     if record.state is not None or record.entries is not None:
         raise malformed_record_error(record, "it has a state")
@@ -145,7 +147,7 @@ def build_deque(record: Inert, make: Make) -> object:
     return deque(elements, None if max_length is None else check_int(record, max_length, 0))
 
 
-def build_counter(record: Inert, make: Make) -> object:
+def build_counter(record: Inert, make: NestedBuilder) -> object:
     """Create a ``Counter`` without running its ``update``."""
     (counts,) = get_arguments(record, 1)
     if type(counts) is not dict:
@@ -155,7 +157,7 @@ def build_counter(record: Inert, make: Make) -> object:
     return counter
 
 
-def build_namespace(record: Inert, make: Make) -> object:
+def build_namespace(record: Inert, make: NestedBuilder) -> object:
     """Create an argparse or simple namespace from its attributes."""
     kind = argparse.Namespace if record.module == "argparse" else types.SimpleNamespace
     namespace = kind()
@@ -163,7 +165,7 @@ def build_namespace(record: Inert, make: Make) -> object:
     return namespace
 
 
-def build_path(record: Inert, _: Make) -> object:
+def build_path(record: Inert, _: NestedBuilder) -> object:
     """Create a path of this operating system from its parts."""
     parts = [check_str(record, part) for part in get_arguments(record, 0, len(record.args))]
     try:
@@ -173,7 +175,7 @@ def build_path(record: Inert, _: Make) -> object:
     return path
 
 
-STANDARD_MAKERS: dict[Global, Maker] = {
+STANDARD_BUILDERS: dict[Global, RecordBuilder] = {
     Global("decimal", "Decimal"): build_decimal,
     Global("fractions", "Fraction"): build_fraction,
     Global("datetime", "date"): build_date,

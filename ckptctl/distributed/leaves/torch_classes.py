@@ -15,8 +15,8 @@ import torch
 from ckptctl import dtypes
 from ckptctl.distributed.leaves.records import (
     MAX_INT,
-    Make,
-    Maker,
+    NestedBuilder,
+    RecordBuilder,
     check_int,
     check_str,
     get_arguments,
@@ -100,7 +100,7 @@ def _compute_strides(stored: StoredTensor) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def build_device(record: Inert, _: Make) -> object:
+def build_device(record: Inert, _: NestedBuilder) -> object:
     """Create a ``torch.device``."""
     kind, *index = get_arguments(record, 1, 2)
     if not _DEVICE.fullmatch(check_str(record, kind)):
@@ -111,7 +111,7 @@ def build_device(record: Inert, _: Make) -> object:
         raise malformed_record_error(record, str(error).partition("\n")[0]) from None
 
 
-def build_layout(record: Inert, _: Make) -> object:
+def build_layout(record: Inert, _: NestedBuilder) -> object:
     """Look up a ``torch.layout`` by name."""
     (name,) = get_arguments(record, 1)
     layout = getattr(torch, check_str(record, name).removeprefix("torch."), None)
@@ -120,7 +120,7 @@ def build_layout(record: Inert, _: Make) -> object:
     return layout
 
 
-def build_parameter(record: Inert, make: Make) -> object:
+def build_parameter(record: Inert, make: NestedBuilder) -> object:
     """Create a parameter around a tensor, without hooks."""
     data, grad, *_hooks = get_arguments(record, 3)
     tensor = make(data)
@@ -131,12 +131,12 @@ def build_parameter(record: Inert, make: Make) -> object:
     return torch.nn.Parameter(tensor, grad)
 
 
-def reject_subclass(_: Inert, __: Make) -> object:
+def reject_subclass(_: Inert, __: NestedBuilder) -> object:
     """Reject tensor subclasses and tensors with extra attributes."""
     raise malformed_record_error("torch.Tensor", "it is a subclass, or has extra attributes")
 
 
-TORCH_MAKERS: dict[Global, Maker] = {
+TORCH_BUILDERS: dict[Global, RecordBuilder] = {
     Global("torch._tensor", "_rebuild_from_type_v2"): reject_subclass,
     Global("torch", "device"): build_device,
     Global("torch.serialization", "_get_layout"): build_layout,

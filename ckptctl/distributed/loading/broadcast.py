@@ -23,12 +23,12 @@ from ckptctl.distributed.group import TorchGroup, translate_group_errors
 from ckptctl.distributed.state import TensorShard, view_as_bytes
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import assign_chunks, compute_piece_limit, split_box
-from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter
+from ckptctl.ranks.coordinator import RankCollectives, gather_and_scatter
 from ckptctl.storage.files import source_files
 
 SLOW_BYTES_PER_SECOND = 1 << 30
 SAMPLE_BYTES = 1 << 20
-SAMPLES = 4
+SAMPLE_COUNT = 4
 BUCKET_BYTES = 16 << 20
 BoxRequest = tuple[str, Box, int, str | None]
 """Tensor name, box, size in bytes, and device type to send from, or None if it cannot be sent."""
@@ -39,7 +39,7 @@ class SharedRead(NamedTuple):
 
     holders: tuple[int, ...]
     reader: int
-    place: int  # index of this rank's shard that contains the box
+    shard_index: int  # index of this rank's shard that contains the box
     box: Box
     route: str  # device type of the memory from which the box is sent
 
@@ -53,7 +53,7 @@ def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
     return len(set(hosts)) > 1 or min(speeds) < SLOW_BYTES_PER_SECOND
 
 
-def measure_speed(catalog: Catalog) -> float:
+def measure_read_speed(catalog: Catalog) -> float:
     """Measure the bytes per second of short reads from the largest file.
 
     The result is the fastest of several reads at distant offsets, because a busy host can slow down
@@ -64,13 +64,13 @@ def measure_speed(catalog: Catalog) -> float:
         if not files.local:
             return 0.0
         name = max(catalog.files, key=lambda candidate: catalog.files[candidate], default=None)
-        if name is None or catalog.files[name] < SAMPLES * SAMPLE_BYTES:
+        if name is None or catalog.files[name] < SAMPLE_COUNT * SAMPLE_BYTES:
             return math.inf
-        step = catalog.files[name] // SAMPLES
+        step = catalog.files[name] // SAMPLE_COUNT
         try:
             with os.fdopen(files.open_descriptor(name), "rb", buffering=0) as file:
                 speeds: list[float] = []
-                for number in range(SAMPLES):
+                for number in range(SAMPLE_COUNT):
                     start = time.perf_counter()
                     count = len(os.pread(file.fileno(), SAMPLE_BYTES, number * step))
                     speeds.append(count / max(time.perf_counter() - start, 1e-9))
@@ -80,23 +80,25 @@ def measure_speed(catalog: Catalog) -> float:
 
 
 def assign_readers(
-    places: Sequence[TensorShard], ranks: Coordinator, own_names: Collection[str] = ()
+    shards: Sequence[TensorShard], ranks: RankCollectives, rank_local_names: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each box that several ranks need."""
-    routes_by_device = find_routes(ranks)
+    routes_by_device = get_transfer_devices(ranks)
     requests = [
         (
-            p.name,
-            p.box,
-            p.tensor.nbytes,
-            None if p.name in own_names else routes_by_device.get(p.tensor.device.type),
+            shard.name,
+            shard.box,
+            shard.tensor.nbytes,
+            None
+            if shard.name in rank_local_names
+            else routes_by_device.get(shard.tensor.device.type),
         )
-        for p in places
+        for shard in shards
     ]
     return gather_and_scatter(ranks, lambda: requests, _plan_shared_reads)
 
 
-def find_routes(ranks: Coordinator) -> dict[str, str]:
+def get_transfer_devices(ranks: RankCollectives) -> dict[str, str]:
     """Map the device types of tensors to the device types from which they are sent.
 
     A tensor is sent from its own device type, or from ``cpu`` with gloo, which cannot send GPU
@@ -109,14 +111,14 @@ def find_routes(ranks: Coordinator) -> dict[str, str]:
     return {kind: "cpu" if backend == "gloo" else kind for kind, _, backend in pairs}
 
 
-def select_places_to_read(
-    places: Sequence[TensorShard], shared: Sequence[SharedRead], rank: int
+def select_shards_to_read(
+    shards: Sequence[TensorShard], shared: Sequence[SharedRead], rank: int
 ) -> list[TensorShard]:
     """Select the shards, and the boxes of shared ones, that *rank* reads itself."""
-    shared_indices = {item.place for item in shared}
-    reads = [place for index, place in enumerate(places) if index not in shared_indices]
+    shared_indices = {item.shard_index for item in shared}
+    reads = [shard for index, shard in enumerate(shards) if index not in shared_indices]
     return reads + [
-        places[item.place].select_box(item.box) for item in shared if item.reader == rank
+        shards[item.shard_index].select_box(item.box) for item in shared if item.reader == rank
     ]
 
 
@@ -135,11 +137,11 @@ def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[Sh
     for key, members in holders.items():
         if len(members) == 1:
             load[members[0][0]] += size[key]
-    common = {key: members for key, members in holders.items() if len(members) > 1}
-    limit = compute_piece_limit(sum(size[key] for key in common), len(requests))
+    shared_boxes = {key: members for key, members in holders.items() if len(members) > 1}
+    limit = compute_piece_limit(sum(size[key] for key in shared_boxes), len(requests))
     pieces = [
         (box, size[key] * box.numel // key[1].numel, members, key[2])
-        for key, members in common.items()
+        for key, members in shared_boxes.items()
         for box in split_box(key[1], size[key], limit)
     ]
     sized = [(nbytes, [rank for rank, _ in members]) for _, nbytes, members, _ in pieces]
@@ -160,7 +162,7 @@ def _get_bucket_key(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
 
 
 def exchange_boxes(
-    places: Sequence[TensorShard], shared: Sequence[SharedRead], ranks: Coordinator
+    shards: Sequence[TensorShard], shared: Sequence[SharedRead], ranks: RankCollectives
 ) -> int:
     """Send the boxes that this rank read for others, and receive those that others read.
 
@@ -172,14 +174,16 @@ def exchange_boxes(
     assert isinstance(ranks, TorchGroup)
     received = 0
     for (holders, reader, route), items in groupby(shared, key=_get_bucket_key):
-        parts = (places[item.place].select_box(item.box).tensor for item in items)
+        parts = (shards[item.shard_index].select_box(item.box).tensor for item in items)
         for bucket in _group_into_buckets(parts):
             with (
                 translate_group_errors(),
                 torch.inference_mode(any(tensor.is_inference() for tensor in bucket)),
             ):
                 received += _broadcast_bucket(bucket, reader, holders, ranks, route)
-    for device in {places[item.place].tensor.device for item in shared if item.route != "cpu"}:
+    for device in {
+        shards[item.shard_index].tensor.device for item in shared if item.route != "cpu"
+    }:
         with translate_group_errors():
             torch.accelerator.current_stream(device).synchronize()
     return received

@@ -12,30 +12,30 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.loading.broadcast import (
     assign_readers,
     exchange_boxes,
-    find_routes,
-    measure_speed,
-    select_places_to_read,
+    get_transfer_devices,
+    measure_read_speed,
+    select_shards_to_read,
     should_broadcast,
 )
 from ckptctl.distributed.loading.load_plan import LOAD_PLANS, CachedLoadPlan, RankLoad
 from ckptctl.distributed.loading.owners import LoadTarget
 from ckptctl.distributed.loading.request import (
-    RankView,
+    RankRequest,
     agree_on_load,
     build_request,
-    merge_wanted,
-    require_same_names,
+    merge_requested_leaves,
+    require_same_renamed_keys,
 )
 from ckptctl.distributed.loading.state_options import LoadCallOptions
-from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.positions import record_visited_checkpoint
 from ckptctl.distributed.values import LoadedValues
 from ckptctl.keywords import accept_keywords
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     SingleProcess,
     run_and_all_gather,
     run_on_all_ranks,
@@ -47,9 +47,9 @@ from ckptctl.save_load.loading.identity import Fingerprint, make_fingerprint
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
-    is_unchanged,
+    are_cached_plans_valid,
+    compute_generation,
     make_nonce,
-    name_generation,
 )
 from ckptctl.save_load.saving.local_shards import compute_digest
 from ckptctl.storage.threads import pause_gc
@@ -61,7 +61,9 @@ class CollectiveLoad:
 
     _rank_load: RankLoad
 
-    def __init__(self, ranks: Coordinator, group: Coordinator, options: LoadCallOptions) -> None:
+    def __init__(
+        self, ranks: RankCollectives, group: RankCollectives, options: LoadCallOptions
+    ) -> None:
         self._ranks = ranks
         self._options = options
         self._rank = group.rank
@@ -86,80 +88,86 @@ class CollectiveLoad:
                 self._rank,
                 ranks.world,
                 self._all_ranks,
-                sorted(find_routes(ranks).items()),
+                sorted(get_transfer_devices(ranks).items()),
             )
             load_request = build_request(target, path, self._options, rank_context)
             self._rank_load = rank_load = RankLoad(
-                load_request, self._options, self._rank, every=self._all_ranks
+                load_request, self._options, self._rank, all_ranks=self._all_ranks
             )
-            fingerprint = rank_load.saved_plan.fingerprint if rank_load.saved_plan else None
+            fingerprint = rank_load.cached_plan.fingerprint if rank_load.cached_plan else None
             if fingerprint is None and ranks.world > 1:
                 fingerprint = make_fingerprint(rank_load.catalog)
         except BaseException as failure:
             error = failure
-        views = agree_on_load(
+        rank_requests = agree_on_load(
             ranks, self._options, self._describe_request(error, fingerprint), error
         )
-        statements = [view.statement for view in views]
-        rank_load, plan = self._rank_load, self._rank_load.saved_plan
-        if plan is None or not is_unchanged(statements):
+        statements = [view.statement for view in rank_requests]
+        rank_load, plan = self._rank_load, self._rank_load.cached_plan
+        if plan is None or not are_cached_plans_valid(statements):
             plan = replace(
-                self._make_plan(views),
-                generation=name_generation(statements),
+                self._make_plan(rank_requests),
+                generation=compute_generation(statements),
                 fingerprint=fingerprint,
             )
-        elif any(view.new for view in views):
+        elif any(view.has_new_tensors for view in rank_requests):
             mapping = plan.reading.mapping
             run_on_all_ranks(ranks, lambda: rank_load.allocate_new_tensors(mapping))
         read, received, values = self._read_and_exchange(plan)
-        if any(view.objects for view in views):
+        if any(view.has_objects for view in rank_requests):
             run_on_all_ranks(ranks, lambda: rank_load.apply_values(values.values))
         else:
             rank_load.apply_values(values.values)
         if rank_load.request.key:
             LOAD_PLANS.put(rank_load.request.key, plan)
-        record_position(rank_load.request.source)
+        record_visited_checkpoint(rank_load.request.source)
         return rank_load.build_report(plan, values, read, received)
 
     def _describe_request(
         self, error: BaseException | None, fingerprint: Fingerprint | None
-    ) -> RankView:
+    ) -> RankRequest:
         """Describe this rank's request for the other ranks, before planning."""
         host = socket.gethostname()
         if error is not None:
             statement = RankStatement("", problem=to_sendable_error(error))
-            return RankView(statement, host, objects=False, new=False, fingerprint=fingerprint)
-        load_request, plan = self._rank_load.request, self._rank_load.saved_plan
+            return RankRequest(
+                statement, host, has_objects=False, has_new_tensors=False, fingerprint=fingerprint
+            )
+        load_request, plan = self._rank_load.request, self._rank_load.cached_plan
         statement = RankStatement(
             str(load_request.source),
-            {"options": compute_digest(self._options.collect_shared())},
+            {"options": compute_digest(self._options.collect_shared_options())},
             make_nonce(),
-            load_request.part.digest,
+            load_request.requested_leaves.digest,
             plan.generation if plan else b"",
         )
-        return RankView(
-            statement, host, bool(load_request.owners.objects), bool(load_request.new), fingerprint
+        return RankRequest(
+            statement,
+            host,
+            bool(load_request.owners.objects),
+            bool(load_request.new_tensor_devices),
+            fingerprint,
         )
 
-    def _make_plan(self, views: Sequence[RankView]) -> CachedLoadPlan:
+    def _make_plan(self, rank_requests: Sequence[RankRequest]) -> CachedLoadPlan:
         """Plan on each rank, and then choose which rank reads each box that several ranks need."""
         rank_load, ranks = self._rank_load, self._ranks
         if self._options.rename is not None:
-            require_same_names(ranks, rank_load.catalog)
-        is_same_request = len({view.statement.identity for view in views}) == 1
-        wanted = (
-            rank_load.request.part
+            require_same_renamed_keys(ranks, rank_load.catalog)
+        is_same_request = len({view.statement.identity for view in rank_requests}) == 1
+        requested_by_all = (
+            rank_load.request.requested_leaves
             if is_same_request
-            else merge_wanted(rank_load.request.part, ranks)
+            else merge_requested_leaves(rank_load.request.requested_leaves, ranks)
         )
-        hosts = [view.host for view in views]
+        hosts = [view.host for view in rank_requests]
         broadcast = self._options.broadcast
         is_measured = broadcast == "auto" and ranks.world > 1 and len(set(hosts)) == 1
         plan, speeds = run_and_all_gather(
             ranks,
             lambda: (
-                rank_load.make_plan(wanted),
-                measure_speed(rank_load.catalog) if is_measured else 0.0,
+                rank_load.make_plan(requested_by_all),
+                measure_read_speed(rank_load.catalog) if is_measured else 0.0,
             ),
         )
         mapping = plan.reading.mapping
@@ -169,9 +177,9 @@ class CollectiveLoad:
             broadcast = should_broadcast(hosts, speeds)
         if not broadcast or ranks.world == 1:
             return plan
-        fill, _ = rank_load.split_tied(plan.reading)
-        shared = tuple(assign_readers(fill, ranks, mapping.rank_tensors))
-        reads = rank_load.build_targets(select_places_to_read(fill, shared, ranks.rank))
+        shards_to_read, _ = rank_load.split_tied(plan.reading)
+        shared = tuple(assign_readers(shards_to_read, ranks, mapping.rank_tensors))
+        reads = rank_load.build_targets(select_shards_to_read(shards_to_read, shared, ranks.rank))
         return replace(
             plan,
             plan=run_on_all_ranks(ranks, lambda: plan.reading.plan_tensors(reads)),
@@ -185,15 +193,19 @@ class CollectiveLoad:
             Bytes read, bytes received, and non-tensor values.
         """
         rank_load, ranks = self._rank_load, self._ranks
-        fill, _ = rank_load.split_tied(plan.reading)
-        if plan.shared is None:
+        shards_to_read, _ = rank_load.split_tied(plan.reading)
+        if plan.shared_reads is None:
             (read, values), compared_bytes = run_on_all_ranks(
-                ranks, lambda: (rank_load.read_tensors(plan, fill), rank_load.compare_tied(plan))
+                ranks,
+                lambda: (
+                    rank_load.read_tensors(plan, shards_to_read),
+                    rank_load.compare_tied(plan),
+                ),
             )
             return read + compared_bytes, 0, values
-        places = select_places_to_read(fill, plan.shared, ranks.rank)
-        read, values = run_on_all_ranks(ranks, lambda: rank_load.read_tensors(plan, places))
-        received = exchange_boxes(fill, plan.shared, ranks)
+        shards = select_shards_to_read(shards_to_read, plan.shared_reads, ranks.rank)
+        read, values = run_on_all_ranks(ranks, lambda: rank_load.read_tensors(plan, shards))
+        received = exchange_boxes(shards_to_read, plan.shared_reads, ranks)
         return (
             read + run_on_all_ranks(ranks, lambda: rank_load.compare_tied(plan)),
             received,
@@ -223,7 +235,7 @@ def load(state_dict: LoadTarget, path: str | TreePath, options: LoadCallOptions)
     Raises:
         CkptError: The load failed on some rank. It is raised on every rank.
     """
-    group = get_coordinator(options.process_group)
+    group = get_ranks(options.process_group)
     ranks = group if options.collectives else SingleProcess()
     error: BaseException | None = None
     with ExitStack() as stack, pause_gc():  # a garbage collection takes 0.15 s with torch

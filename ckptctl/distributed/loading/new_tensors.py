@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptctl.catalog import compute_row_major_strides
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
+from ckptctl.distributed.loading.request import LoadRequest, RequestedLeaves
 from ckptctl.distributed.loading.state_options import LoadCallOptions
 from ckptctl.distributed.state import (
     FlatState,
@@ -36,8 +36,8 @@ def with_new_tensors(
     """
     dtypes = _find_dtypes(mapping)
     groups: dict[object, list[str]] = {}
-    for name in request.new:
-        groups.setdefault(_identify_memory(request.state.tensors[name].leaf), []).append(name)
+    for name in request.new_tensor_devices:
+        groups.setdefault(_get_memory_identity(request.state.tensors[name].leaf), []).append(name)
     new_tensors: dict[str, torch.Tensor] = {}
     for names in groups.values():
         dtype = next((dtypes[name] for name in names if name in dtypes), None)
@@ -45,19 +45,19 @@ def with_new_tensors(
             first = request.state.tensors[names[0]]
             kind = getattr(torch, dtype if options.assign else first.meta.dtype)
             new_tensors |= dict.fromkeys(
-                names, _allocate_like(first.leaf, kind, request.new[names[0]])
+                names, _allocate_like(first.leaf, kind, request.new_tensor_devices[names[0]])
             )
     tensors = dict(request.state.tensors)
     for name, leaf in new_tensors.items():
         tensors[name] = build_rank_tensor(name, leaf, tensors[name].meta.path)
     state = FlatState(tensors, request.state.values)
-    part = WantedLeaves(state.meta, request.part.values)
+    part = RequestedLeaves(state.meta, request.requested_leaves.values)
     return replace(request, state=state, places=state.shards, part=part, made=new_tensors)
 
 
-def find_tied_names(state: FlatState, offered: Container[str]) -> set[str]:
+def find_missing_tied_names(state: FlatState, offered: Container[str]) -> set[str]:
     """Find tensors of *state* that are not *offered* but share memory with *offered* ones."""
-    memory = {name: _identify_memory(tensor.leaf) for name, tensor in state.tensors.items()}
+    memory = {name: _get_memory_identity(tensor.leaf) for name, tensor in state.tensors.items()}
     filled = {place for name, place in memory.items() if name in offered}
     return {name for name, place in memory.items() if name not in offered and place in filled}
 
@@ -70,7 +70,7 @@ def _find_dtypes(mapping: StateMapping) -> dict[str, str]:
     }
 
 
-def _identify_memory(leaf: torch.Tensor | ShardedTensor) -> object:
+def _get_memory_identity(leaf: torch.Tensor | ShardedTensor) -> object:
     """Return an identity that is equal for tensors with the same memory."""
     if isinstance(leaf, ShardedTensor):
         return id(leaf)

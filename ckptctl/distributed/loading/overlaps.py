@@ -17,29 +17,31 @@ Term = tuple[int, int, int]
 
 
 def find_overlaps(
-    places: Sequence[TensorShard], first_indices: Sequence[int], new: Container[str] = ()
+    shards: Sequence[TensorShard], first_indices: Sequence[int], replaced_names: Container[str] = ()
 ) -> dict[int, int]:
     """Map the index of each shard that overlaps another one to the index of such a shard.
 
     Args:
-        places: Shards to fill.
+        shards: Shards to fill.
         first_indices: Index of the first shard with exactly the same memory, per shard.
-        new: Names of tensors that new ones replace.
+        replaced_names: Names of tensors that new ones replace.
     """
     spans = [
-        (str(place.tensor.device), place.tensor.data_ptr(), number)
-        for number, place in enumerate(places)
-        if first_indices[number] == number and place.tensor.numel() and place.name not in new
+        (str(shard.tensor.device), shard.tensor.data_ptr(), number)
+        for number, shard in enumerate(shards)
+        if first_indices[number] == number
+        and shard.tensor.numel()
+        and shard.name not in replaced_names
     ]
     overlaps: dict[int, int] = {}
     reaching: list[tuple[str, int, int]] = []  # device, end address, index
     for device, start, number in sorted(spans):
-        tensor = places[number].tensor
+        tensor = shards[number].tensor
         reaching = [
             candidate for candidate in reaching if candidate[0] == device and candidate[1] > start
         ]
         for _, _, other_index in reaching:
-            if may_overlap(places[other_index].tensor, tensor):
+            if may_overlap(shards[other_index].tensor, tensor):
                 overlaps.setdefault(number, other_index)
                 overlaps.setdefault(other_index, number)
         reaching.append(

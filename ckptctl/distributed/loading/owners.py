@@ -80,7 +80,7 @@ class StateOwners:
                 str(path[-1]): leaf for path, leaf in new_tensors.items() if path[:-1] == prefix
             }
             if owner_tensors and isinstance(owner, torch.nn.Module):
-                assign_loaded(owner, loaded, owner_tensors)
+                load_and_assign(owner, loaded, owner_tensors)
             else:
                 owner.load_state_dict(loaded)
 
@@ -97,7 +97,7 @@ class StateOwners:
                 )
 
 
-def assign_loaded(
+def load_and_assign(
     module: torch.nn.Module, loaded: Mapping[str, object], new_tensors: Mapping[str, object]
 ) -> None:
     """Load a state dict into *module* and assign new tensors, keeping parameters tied.

@@ -18,13 +18,13 @@ from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, RunViews, TileBuffers
 from ckptctl.storage.page_cache import PAGE_BYTES
 
-TURNS = 2
-MAX_TURN_BYTES = 8 << 20
+BUFFER_SETS_PER_THREAD = 2
+MAX_PINNED_SET_BYTES = 8 << 20
 """Maximum size in bytes of a set of pinned buffers. Larger tiles use pageable memory."""
 
 
 @contextmanager
-def pinned_buffer_factory(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
+def create_pinned_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
     """Yield a factory of buffers for threads that fill *tensors*, and wait for all copies at exit.
 
     The devices are synchronized first, because their streams may still write to the tensors.
@@ -47,23 +47,27 @@ def pinned_buffer_factory(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[
 class PinnedBuffers(TileBuffers):
     """Buffers of one thread, which sets *streams* as its current streams at first use."""
 
-    step = MAX_TURN_BYTES
+    step = MAX_PINNED_SET_BYTES
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         super().__init__()
         self._streams = streams
         self._pageable = TileBuffers()
-        self._turns: deque[_Turn] = deque()
+        self._buffer_sets: deque[_PinnedBufferSet] = deque()
         self._tile_buffers = self._pageable
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
         """Return the buffer *name*, and first switch to the other buffer set if it is a tile."""
-        if not self._turns:
+        if not self._buffer_sets:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
-            self._turns.extend(_Turn(len(self._streams)) for _ in range(TURNS))
+            self._buffer_sets.extend(
+                _PinnedBufferSet(len(self._streams)) for _ in range(BUFFER_SETS_PER_THREAD)
+            )
         if name == TILE_BUFFER:
-            self._tile_buffers = self._rotate_turn() if nbytes <= MAX_TURN_BYTES else self._pageable
+            self._tile_buffers = (
+                self._switch_buffer_set() if nbytes <= MAX_PINNED_SET_BYTES else self._pageable
+            )
         return (self._pageable if name == STAGING_BUFFER else self._tile_buffers).get_buffer(
             name, nbytes
         )
@@ -72,18 +76,18 @@ class PinnedBuffers(TileBuffers):
         """See :meth:`TileBuffers.list_run_views`."""
         return self._tile_buffers.list_run_views(pattern, buffer)
 
-    def _rotate_turn(self) -> TileBuffers:
+    def _switch_buffer_set(self) -> TileBuffers:
         """Return the least recently used buffer set, once copies from it are done."""
-        for event, stream in zip(self._turns[0].copied, self._streams, strict=True):
+        for event, stream in zip(self._buffer_sets[0].copied, self._streams, strict=True):
             event.record(stream)
-        self._turns.rotate()
-        for event in self._turns[0].copied:
+        self._buffer_sets.rotate()
+        for event in self._buffer_sets[0].copied:
             if not event.query():  # type: ignore[no-untyped-call]
                 event.synchronize()
-        return self._turns[0]
+        return self._buffer_sets[0]
 
 
-class _Turn(TileBuffers):
+class _PinnedBufferSet(TileBuffers):
     """Pinned buffers of one tile, and one event per device for the copies from them."""
 
     def __init__(self, devices: int) -> None:
@@ -99,7 +103,7 @@ class _Turn(TileBuffers):
     def _allocate_pages(self, nbytes: int) -> memoryview:
         """Allocate pinned memory in one of torch's sizes, or pageable memory above the limit."""
         size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
-        if self.nbytes + size > MAX_TURN_BYTES:
+        if self.nbytes + size > MAX_PINNED_SET_BYTES:
             return super()._allocate_pages(nbytes)
         tensor = allocate_host_bytes(size, pinned=True)
         view = to_memoryview(tensor)

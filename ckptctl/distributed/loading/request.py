@@ -16,11 +16,11 @@ from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.overlaps import find_overlaps
 from ckptctl.distributed.loading.owners import LoadTarget, StateOwners
 from ckptctl.distributed.loading.state_options import LoadCallOptions
-from ckptctl.distributed.loading.target_memory import find_same_memory, get_load_strides
+from ckptctl.distributed.loading.target_memory import find_first_with_same_memory, get_load_strides
 from ckptctl.distributed.state import FlatState, TensorShard, flatten_state
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank_catalog
-from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.save_load.loading.identity import (
     Fingerprint,
     compute_identity,
@@ -38,7 +38,7 @@ NON_SOURCE_OPTIONS = ("strict", "cast", "allow_overflow", "trusted", "checksum",
 
 
 @dataclass(frozen=True, slots=True)
-class WantedLeaves:
+class RequestedLeaves:
     """Tensors and values that ranks require of a checkpoint."""
 
     tensors: Mapping[str, TensorMeta]
@@ -51,7 +51,7 @@ class WantedLeaves:
         return compute_digest((leaves, list(self.values.items())))
 
 
-def merge_wanted(local: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
+def merge_requested_leaves(local: RequestedLeaves, ranks: RankCollectives) -> RequestedLeaves:
     """Merge the required leaves of all ranks.
 
     Raises:
@@ -70,7 +70,7 @@ def merge_wanted(local: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
                     f"{list(existing.shape)} on a lower rank",
                 )
         values |= leaves.values
-    return WantedLeaves(tensors, values)
+    return RequestedLeaves(tensors, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +81,26 @@ class LoadRequest:
     owners: StateOwners
     state_dict: dict[str, Any]  # state dict, with objects replaced by their state dicts
     state: FlatState
-    places: list[TensorShard]
+    shards: list[TensorShard]
     first_indices: list[int]  # index of the first shard with the same memory, per shard
     overlaps: dict[int, int]  # index of an overlapping shard, by index of the shard
-    new: Mapping[str, torch.device]  # devices of the tensors to allocate, by name
-    part: WantedLeaves  # required leaves, as sent to other ranks
+    new_tensor_devices: Mapping[str, torch.device]  # devices of the tensors to allocate, by name
+    requested_leaves: RequestedLeaves  # required leaves, as sent to other ranks
     # Digest of everything on which a plan depends except the checkpoint, or None if unknown.
     structure: bytes | None
     key: bytes | None  # digest of everything on which a plan depends, or None if unknown
-    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # allocated tensors, by name
+    allocated_tensors: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # allocated tensors, by name
 
 
-class RankView(NamedTuple):
+class RankRequest(NamedTuple):
     """Request as sent to the other ranks."""
 
     statement: RankStatement
     host: str
-    objects: bool  # whether the state contains stateful objects
-    new: bool  # whether new tensors are allocated
+    has_objects: bool  # whether the state contains stateful objects
+    has_new_tensors: bool  # whether new tensors are allocated
     # Identity of the checkpoint, or None if it cannot be read or the rank loads without others.
     fingerprint: Fingerprint | None
 
@@ -112,7 +114,7 @@ def build_request(
     state = flatten_state(expanded, on_meta=True)
     new = _find_new_tensors(owners, state, options)
     places = state.shards
-    first_indices, source = find_same_memory(places, new), formats.to_existing_path(path)
+    first_indices, source = find_first_with_same_memory(places, new), formats.to_existing_path(path)
     overlaps = find_overlaps(places, first_indices, new)
     structure = key = None
     config_files = [
@@ -137,11 +139,11 @@ def build_request(
         )
         memory = (first_indices, sorted(overlaps.items()))
         structure = compute_digest(
-            (KEY_VERSION, context, options.collect_shared(), extra, memory, state_digest)
+            (KEY_VERSION, context, options.collect_shared_options(), extra, memory, state_digest)
         )
         files = compute_identity([source])
         key = None if files is None else compute_digest((structure, files))
-    part = WantedLeaves(state.meta, state.paths)
+    part = RequestedLeaves(state.meta, state.paths)
     return LoadRequest(
         source, owners, expanded, state, places, first_indices, overlaps, new, part, structure, key
     )
@@ -174,30 +176,35 @@ def _find_new_tensors(
 
 
 def agree_on_load(
-    ranks: Coordinator, options: LoadCallOptions, own_view: RankView, error: BaseException | None
-) -> list[RankView]:
+    ranks: RankCollectives,
+    options: LoadCallOptions,
+    own_request: RankRequest,
+    error: BaseException | None,
+) -> list[RankRequest]:
     """Exchange requests, and raise on all ranks if any failed or they disagree.
 
     Args:
         ranks: Ranks of the load.
         options: Options of the load.
-        own_view: Request of this rank.
+        own_request: Request of this rank.
         error: Failure of this rank, if any.
     """
-    views = ranks.all_gather(own_view)
+    rank_requests = ranks.all_gather(own_request)
     if error is not None:
         raise error
-    statements = [entry.statement for entry in views]
+    statements = [entry.statement for entry in rank_requests]
     is_same = all(entry.options == statements[0].options for entry in statements)
     if not is_same and not any(entry.problem for entry in statements):
-        statements = ranks.all_gather(own_view.statement._replace(options=options.collect_shared()))
+        statements = ranks.all_gather(
+            own_request.statement._replace(options=options.collect_shared_options())
+        )
     require_agreement(statements, ranks.rank, "checkpoints")
-    fingerprints = [entry.fingerprint for entry in views if entry.fingerprint]
-    require_same_checkpoint(fingerprints, own_view.statement.target)
-    return views
+    fingerprints = [entry.fingerprint for entry in rank_requests if entry.fingerprint]
+    require_same_checkpoint(fingerprints, own_request.statement.target)
+    return rank_requests
 
 
-def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
+def require_same_renamed_keys(ranks: RankCollectives, catalog: Catalog) -> None:
     """Raise if ranks rename the keys of the checkpoint differently."""
     digests = ranks.all_gather(compute_digest([*catalog.tensors, *catalog.blobs]))
     differing_rank = next(
@@ -212,7 +219,7 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
         )
 
 
-def read_own_part(
+def open_rank_local_part(
     path: TreePath, rank: int, state: FlatState, options: LoadOptions
 ) -> Catalog | None:
     """Read the part that *rank* saved at *path*, or return None if *state* needs other data."""

@@ -85,7 +85,7 @@ class LoadCallOptions(LoadOptions):
         bool, Option("Coordinate the ranks. If False, each rank loads by itself.")
     ] = True
 
-    def collect_shared(self) -> dict[str, object]:
+    def collect_shared_options(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks, by name."""
         rank_options = ("jobs", "process_group", "collectives", "device", "rename")
         names = (field.name for field in fields(self) if field.name not in rank_options)

@@ -15,7 +15,7 @@ import torch
 
 from ckptctl.catalog import build_memory_name, compute_row_major_strides
 from ckptctl.distributed.group import choose_thread_count, get_world_size
-from ckptctl.distributed.loading.pinned_buffers import pinned_buffer_factory
+from ckptctl.distributed.loading.pinned_buffers import create_pinned_buffers
 from ckptctl.distributed.state import (
     TensorShard,
     get_address,
@@ -36,22 +36,22 @@ from ckptctl.storage.threads import pause_gc
 MIN_RUN_BYTES = 4096
 
 
-def build_views(places: Iterable[TensorShard]) -> dict[str, Memory]:
+def build_memory_by_name(shards: Iterable[TensorShard]) -> dict[str, Memory]:
     """Map the names that a plan uses for the memory of *shards* to that memory."""
     return {
         build_memory_name(str(number)): get_target_memory(shard.tensor)
-        for number, shard in enumerate(places)
+        for number, shard in enumerate(shards)
     }
 
 
-def build_wanted(
-    tensors: Mapping[str, TensorMeta], places: Iterable[TensorShard]
+def build_requested_tensors(
+    tensors: Mapping[str, TensorMeta], shards: Iterable[TensorShard]
 ) -> dict[str, RequestedTensor]:
     """Describe *tensors* as targets of a plan, with the memory of their *shards*."""
     targets: dict[str, list[MemoryBox]] = {name: [] for name in tensors}
-    for number, place in enumerate(places):
-        targets[place.name].append(
-            MemoryBox(place.box, str(number), get_load_strides(place.tensor))
+    for number, shard in enumerate(shards):
+        targets[shard.name].append(
+            MemoryBox(shard.box, str(number), get_load_strides(shard.tensor))
         )
     return {
         tensor_name: RequestedTensor(meta.dtype, meta.shape, tuple(targets[tensor_name]))
@@ -59,7 +59,7 @@ def build_wanted(
     }
 
 
-def read_into(
+def execute_load_plan(
     views: Mapping[str, Memory], plan: Plan, options: LoadOptions, *, once: bool = False
 ) -> Execution:
     """Execute the plan of a load.
@@ -82,7 +82,7 @@ def read_into(
     tensors = (view.tensor for view in views.values() if isinstance(view, TensorSink))
     root = Path(plan.source_root)
     # Thousands of short-lived objects, none in a reference cycle.
-    with pause_gc(), pinned_buffer_factory(tensors) as buffers:
+    with pause_gc(), create_pinned_buffers(tensors) as buffers:
         return execute_plan(
             plan, root, execution_options, lambda _: None, memory=views, buffers=buffers
         )
@@ -100,10 +100,10 @@ class TensorSink(ByteSink):
     def __init__(
         self,
         tensor: torch.Tensor,
-        take: Callable[[torch.Tensor, torch.Tensor], object] = _copy_elements,
+        copy_elements: Callable[[torch.Tensor, torch.Tensor], object] = _copy_elements,
     ) -> None:
         self.tensor = tensor
-        self._take = take
+        self._take = copy_elements
         self._inference = tensor.is_inference()
         is_direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         # Few calls of torch, because each releases the GIL and then waits for it.
@@ -163,22 +163,30 @@ def get_target_memory(tensor: torch.Tensor) -> Memory:
 class TiedShard(NamedTuple):
     """Shard whose memory is filled, at least in part, by reading another shard."""
 
-    place: TensorShard
-    filled: int
+    shard: TensorShard
+    filled_index: int
 
 
-def find_same_memory(places: Sequence[TensorShard], new: Container[str] = ()) -> list[int]:
+def find_first_with_same_memory(
+    shards: Sequence[TensorShard], replaced_names: Container[str] = ()
+) -> list[int]:
     """Return the index of the first shard with the same memory, for each shard.
 
     Args:
-        places: Shards to fill.
-        new: Names of tensors that new ones replace. Ties between replaced tensors are kept.
+        shards: Shards to fill.
+        replaced_names: Names of tensors that new ones replace. Ties between replaced tensors are kept.
     """
     first_by_memory: dict[object, int] = {}
     first_indices: list[int] = []
-    for number, place in enumerate(places):
-        tensor = place.tensor
-        kind = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), place.name in new)
+    for number, shard in enumerate(shards):
+        tensor = shard.tensor
+        kind = (
+            tensor.device,
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            shard.name in replaced_names,
+        )
         memory = (get_address(tensor), *kind)
         first_indices.append(
             first_by_memory.setdefault(memory, number) if tensor.numel() else number
@@ -187,40 +195,40 @@ def find_same_memory(places: Sequence[TensorShard], new: Container[str] = ()) ->
 
 
 def split_tied(
-    places: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     first_indices: Sequence[int],
     overlaps: Mapping[int, int],
     mapping: StateMapping,
 ) -> tuple[list[TensorShard], list[TiedShard]]:
     """Split the shards into those to read, one per piece of memory, and tied ones to compare."""
     offered = mapping.tensors
-    if len(set(first_indices)) == len(places) and not overlaps:
-        return [place for place in places if place.name in offered], []
+    if len(set(first_indices)) == len(shards) and not overlaps:
+        return [shard for shard in shards if shard.name in offered], []
     entries = mapping.catalog.tensors
     sources = {  # equal for names that get the same elements of the checkpoint
         name: ([entries[source.key].extents for source in composed.sources], composed.arrangement)
         for name, composed in offered.items()
     }
     filled: dict[int, int] = {}
-    fill: list[TensorShard] = []
+    shards_to_read: list[TensorShard] = []
     comparisons: list[TiedShard] = []
-    for place, first in zip(places, first_indices, strict=True):
-        if place.name not in offered:
+    for shard, first in zip(shards, first_indices, strict=True):
+        if shard.name not in offered:
             continue
-        number = filled.setdefault(first, len(fill))
-        if number == len(fill):
-            fill.append(place)
-        elif sources.get(place.name) != sources.get(fill[number].name) or (
-            place.box != fill[number].box
+        number = filled.setdefault(first, len(shards_to_read))
+        if number == len(shards_to_read):
+            shards_to_read.append(shard)
+        elif sources.get(shard.name) != sources.get(shards_to_read[number].name) or (
+            shard.box != shards_to_read[number].box
         ):
-            comparisons.append(TiedShard(place, number))
+            comparisons.append(TiedShard(shard, number))
     both = (
         (index, other_index)
         for index, other_index in overlaps.items()
         if {index, other_index} <= filled.keys()
     )
-    comparisons += [TiedShard(places[index], filled[other_index]) for index, other_index in both]
-    return fill, comparisons
+    comparisons += [TiedShard(shards[index], filled[other_index]) for index, other_index in both]
+    return shards_to_read, comparisons
 
 
 def build_comparison_targets(
@@ -237,7 +245,7 @@ def build_comparison_targets(
     }
 
 
-def build_comparison_views(
+def build_comparison_sinks(
     tied: Sequence[TiedShard], fill: Sequence[TensorShard], where: str
 ) -> dict[str, Memory]:
     """Map the names of compared shards to sinks that raise if the data differs."""

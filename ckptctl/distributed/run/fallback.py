@@ -15,7 +15,12 @@ from typing import Literal, NamedTuple
 from ckptctl.distributed.group import UnreachableError
 from ckptctl.distributed.run.keeper import ResumePoint, RunCheckpoints
 from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, quote_names
-from ckptctl.ranks.coordinator import Coordinator, RankError, run_on_rank_zero, to_sendable_error
+from ckptctl.ranks.coordinator import (
+    RankCollectives,
+    RankError,
+    run_on_rank_zero,
+    to_sendable_error,
+)
 from ckptctl.save_load.loading.load_options import LoadReport
 
 Fallback = Literal["older", "raise"]
@@ -32,9 +37,9 @@ class LoadAttempt(NamedTuple):
 
 
 def attempt_load(
-    ranks: Coordinator, load: Callable[[], LoadReport], skippable: Collection[str]
+    ranks: RankCollectives, load: Callable[[], LoadReport], skippable_codes: Collection[str]
 ) -> LoadAttempt:
-    """Load on all ranks, and return errors with *skippable* codes to all of them.
+    """Load on all ranks, and return errors with *skippable_codes* codes to all of them.
 
     Raises:
         CkptError: A rank has another error. It is raised on every rank.
@@ -49,14 +54,14 @@ def attempt_load(
         error = failure
     outcomes = ranks.all_gather((to_sendable_error(error), report.missing if report else ()))
     failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure}
-    if any(failure.code not in skippable for failure in failures.values()):
+    if any(failure.code not in skippable_codes for failure in failures.values()):
         raise error or RankError(*next(iter(failures.items())))
     missing = dict.fromkeys(name for _, names in outcomes for name in names)
     return LoadAttempt(None if failures else report, failures, tuple(missing))
 
 
 def load_newest(
-    ranks: Coordinator,
+    ranks: RankCollectives,
     keeper: RunCheckpoints,
     load: Callable[[ResumePoint], LoadReport],
     fallback: Fallback = "older",
@@ -70,23 +75,23 @@ def load_newest(
             raised on every rank.
     """
     damaged: ResumePoint | None = None
-    while start := ranks.broadcast(run_on_rank_zero(ranks, keeper.find_newest)):
+    while resume_point := ranks.broadcast(run_on_rank_zero(ranks, keeper.find_newest)):
         if fallback == "raise":
-            return start, load(start)
-        attempt = attempt_load(ranks, partial(load, start), DAMAGE_CODES)
+            return resume_point, load(resume_point)
+        attempt = attempt_load(ranks, partial(load, resume_point), DAMAGE_CODES)
         if attempt.report is None:
             evidence = next(iter(attempt.failures.values()))
-            _log.error("%s is damaged: %s", start.entry, evidence)
-            run_on_rank_zero(ranks, partial(keeper.mark_damaged, start, evidence))
-            damaged = start
+            _log.error("%s is damaged: %s", resume_point.entry, evidence)
+            run_on_rank_zero(ranks, partial(keeper.mark_damaged, resume_point, evidence))
+            damaged = resume_point
             continue
         if damaged and attempt.missing:
             raise RefusedError(
                 "the state may contain elements of a damaged checkpoint",
                 where=str(damaged.entry),
                 why="it was partly filled from the damaged checkpoint; the complete "
-                f"`{start.entry.name}` does not contain {quote_names(attempt.missing)}",
+                f"`{resume_point.entry.name}` does not contain {quote_names(attempt.missing)}",
                 hint="create the state again, and load that step",
             )
-        return start, attempt.report
+        return resume_point, attempt.report
     return None

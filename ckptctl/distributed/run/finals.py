@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.saving.converted import (
     remove_leftovers,
     resolve_final_target,
@@ -36,11 +36,11 @@ from ckptctl.storage.schema import read_nested_or_none
 from ckptctl.storage.urls import is_url
 from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath, UrlPath
-from ckptctl.verbs.verification.digest_lists import SUMS
+from ckptctl.verbs.verification.digest_lists import SUMS_FILE
 
 RECORD_FILE = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
-CHECKSUM_FILES = (MANIFEST, SUMS, OBJECTS_NAME)
+CHECKSUM_FILES = (MANIFEST, SUMS_FILE, OBJECTS_NAME)
 TAIL_BYTES = 1 << 20
 """Bytes to hash at the end of a single file, where files of torch list record checksums."""
 BLOCK_BYTES = 1 << 20
@@ -136,7 +136,7 @@ def require_same_model(
     Raises:
         RefusedError: The models differ.
     """
-    ranks, target = get_coordinator(group), resolve_final_target(out)
+    ranks, target = get_ranks(group), resolve_final_target(out)
     copy_path = build_comparison_path(target)
     folder = copy_path.parent
     pattern = re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?")

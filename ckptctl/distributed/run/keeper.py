@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.positions import list_positions
+from ckptctl.distributed.positions import list_visited_checkpoints
 from ckptctl.distributed.run.finals import FinalModels, Finished
 from ckptctl.distributed.saving.destination import sweep_leftovers
 from ckptctl.distributed.saving.save import write_collectively
@@ -21,12 +21,12 @@ from ckptctl.errors import CkptError, RefusedError, quote_names
 from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
-from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.runs.entries import RunEntry, is_run, list_entries, read_entry
 from ckptctl.runs.health import Checkpoint, examine_entry, read_metrics
-from ckptctl.runs.listing import find_newest, read_run
+from ckptctl.runs.listing import find_newest_checkpoint, read_run
 from ckptctl.runs.names import parse_name
-from ckptctl.runs.notes import encode_record, read_run_record
+from ckptctl.runs.notes import encode_run_record, read_run_record
 from ckptctl.runs.removal import (
     PruneResult,
     Trainer,
@@ -82,7 +82,9 @@ class RunCheckpoints:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed_name, self._saved_name = "", ""
-        self._knows_start = False  # whether the resume point is known: loaded here, or a new run
+        self._is_resume_point_known = (
+            False  # whether the resume point is known: loaded here, or a new run
+        )
         self.final_models = FinalModels(root, sync=sync)
         self._damaged: dict[str, str] = {}  # checkpoints that proved damaged during a load, and how
 
@@ -102,7 +104,9 @@ class RunCheckpoints:
             for model in self.final_models.list_models():
                 _log.warning("%s has no checkpoint, but has published %s", self.root, model.path)
             return None
-        listing = find_newest(self.root, series=series, damaged_names=self._damaged, model=False)
+        listing = find_newest_checkpoint(
+            self.root, series=series, damaged_names=self._damaged, model=False
+        )
         checkpoint = listing.chosen
         skipped = {entry.name: entry.problem for entry in listing.skipped}
         messages = (
@@ -123,9 +127,9 @@ class RunCheckpoints:
             listing.doubts,
         )
 
-    def mark_damaged(self, start: ResumePoint, evidence: CkptError) -> None:
+    def mark_damaged(self, resume_point: ResumePoint, evidence: CkptError) -> None:
         """Record that a checkpoint is damaged, although no file is missing."""
-        self._damaged[start.entry.name] = _format_error(evidence)
+        self._damaged[resume_point.entry.name] = _format_error(evidence)
 
     def find_step(self, step: int) -> ResumePoint | None:
         """Find the checkpoint of *step*, preferably ``step-N``, or None if it does not exist.
@@ -186,7 +190,7 @@ class RunCheckpoints:
             RefusedError: A checkpoint exists that must not be replaced.
         """
         self.refresh()
-        if self._store.is_free(path.name):
+        if self._store.is_name_free(path.name):
             return "free"
         entry = read_entry(path)
         now = time.time()
@@ -210,7 +214,7 @@ class RunCheckpoints:
         self,
         state: StateDict,
         path: TreePath,
-        ranks: Coordinator,
+        ranks: RankCollectives,
         saver: AsyncSaver | None,
         options: Mapping[str, Any],
     ) -> SaveFuture:
@@ -270,10 +274,10 @@ class RunCheckpoints:
             in_use=(self._resumed_name, self._saved_name),
         )
         result = run_prune(plan)
-        result.require_all()
+        result.require_no_failures()
         self._log_removals(result)
 
-    def begin_saving(self, step: int) -> int | None:
+    def prepare_first_save(self, step: int) -> int | None:
         """Find and record the checkpoint from which the run resumed, before the first save.
 
         Returns:
@@ -284,16 +288,16 @@ class RunCheckpoints:
             RefusedError: No earlier step was loaded, and a complete checkpoint of a later step
                 exists.
         """
-        if self._knows_start:
+        if self._is_resume_point_known:
             return None
         self.refresh()
         candidates = filter(
-            None, (read_entry(self.root / name) for name in list_positions(self.root))
+            None, (read_entry(self.root / name) for name in list_visited_checkpoints(self.root))
         )
-        last = next((entry for entry in candidates if not entry.staging), None)
+        last = next((entry for entry in candidates if not entry.is_staging), None)
         if last and last.parsed_name.order[0] <= step:
             number = last.parsed_name.order[0]
-            self.resume_from(last.path, number)
+            self.record_resume(last.path, number)
             return number if last.parsed_name.series == STEP_SERIES else None
         later = [
             entry.path.name
@@ -312,21 +316,21 @@ class RunCheckpoints:
                 hint="use `load(state, step=…)` to resume from an earlier step, with "
                 "`discard_newer=True` to remove the later ones; or save to another folder",
             )
-        self._knows_start = True
+        self._is_resume_point_known = True
         return None
 
-    def resume_from(self, path: TreePath, step: int) -> None:
+    def record_resume(self, path: TreePath, step: int) -> None:
         """Record the checkpoint from which training resumes."""
-        self._knows_start = True
+        self._is_resume_point_known = True
         lineage = read_run_record(path).lineage
         self._lineage = lineage.resume_at(step, self._find_newest_save())
         self._resumed_name, self._saved_name = path.name, ""
         if self._lineage.resumed[-1].abandons_saves:
             self._write_record(path, read_metrics(path), lineage._replace(left=self._lineage.save))
 
-    def resume_elsewhere(self, step: int) -> None:
+    def record_resume_elsewhere(self, step: int) -> None:
         """Record that training resumes from a save of *step* outside of the run folder."""
-        self._knows_start = True
+        self._is_resume_point_known = True
         before = [
             entry
             for entry in self._list_entries()
@@ -334,15 +338,15 @@ class RunCheckpoints:
         ]
         before = [entry for entry in before if entry.parsed_name.order[0] <= step]
         if before:
-            self.resume_from(max(before, key=lambda entry: entry.parsed_name.order).path, step)
+            self.record_resume(max(before, key=lambda entry: entry.parsed_name.order).path, step)
             self._resumed_name = ""
 
-    def build_sidecars(
+    def build_sidecar_files(
         self, metric_values: Mapping[str, float], extra_members: Mapping[str, object] | None = None
     ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint to publish as a sidecar file."""
         self._lineage = (self._lineage or Lineage(self._find_newest_save())).next_save()
-        return {RUN_FILE: encode_record(metric_values, self._lineage, extra_members)}
+        return {RUN_FILE: encode_run_record(metric_values, self._lineage, extra_members)}
 
     def handle_published(self, path: TreePath) -> None:
         """Call the hooks for a new checkpoint, and start to remove old ones."""
@@ -368,7 +372,7 @@ class RunCheckpoints:
         try:
             if existing.error:
                 raise CkptError(f"the existing one cannot be read: {existing.error.what}")
-            record = encode_record(metric_values, lineage, existing.members)
+            record = encode_run_record(metric_values, lineage, existing.members)
             self._store.replace_file(f"{path.name}/{RUN_FILE}", record, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RUN_FILE, path, error)

@@ -36,24 +36,24 @@ _STEP = re.compile(rf"{STEP_SERIES}(\d{{1,18}})", re.ASCII)
 class LocalSave(NamedTuple):
     """Save on local disks. Instances sort by time of the save."""
 
-    number: int  # number of the launch
+    launch_number: int  # number of the launch
     step: int
-    start: str  # folder name of the launch
+    launch_name: str  # folder name of the launch
 
     @property
     def name(self) -> str:
         """Path relative to the local folder."""
-        return f"{self.start}/{STEP_SERIES}{self.step}"
+        return f"{self.launch_name}/{STEP_SERIES}{self.step}"
 
 
-def build_start_name(run: str, number: int) -> str:
+def build_launch_name(run: str, number: int) -> str:
     """Build the folder name of a new launch of a run."""
     return f"{run}-{number:06d}-{token_hex(4)}"
 
 
-def parse_start_number(start: object, run: str) -> int:
+def parse_launch_number(launch: object, run: str) -> int:
     """Parse the number of a launch from its folder name, or return 0 for another run."""
-    parsed = _START.fullmatch(start) if isinstance(start, str) else None
+    parsed = _START.fullmatch(launch) if isinstance(launch, str) else None
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
 
@@ -111,24 +111,24 @@ class LocalFolder:
         """List the saves of *run*, newest first."""
         return sorted(self._iterate_saves(run), reverse=True)
 
-    def find_highest_start(self, run: str) -> int:
+    def find_highest_launch(self, run: str) -> int:
         """Return the highest number of a launch with files here, or 0."""
-        return max((parse_start_number(name, run) for name in _list_names(self.path)), default=0)
+        return max((parse_launch_number(name, run) for name in _list_names(self.path)), default=0)
 
-    def list_other_runs(self, run: str) -> list[str]:
+    def list_launches_of_other_runs(self, run: str) -> list[str]:
         """List the folder names of launches of other runs."""
         return [
             name for name in _list_names(self.path) if _START.fullmatch(name) and name[:16] != run
         ]
 
-    def begin_start(self, start: str) -> None:
+    def begin_launch(self, launch: str) -> None:
         """Create the folder of a new launch, and try to become the rank that removes old saves."""
         self.close()
-        folder = self.path / start
+        folder = self.path / launch
         with wrap_os_errors("make", folder):
             folder.mkdir(parents=True, exist_ok=True)
             sync_directory(self.path)
-        self._start = start
+        self._start = launch
         try:
             self._stack.enter_context(lock.hold_lock(folder, folder, LOCK_PURPOSE))
             self._is_leader = True
@@ -140,30 +140,32 @@ class LocalFolder:
 
         Saves of another launch that is still running are kept.
         """
-        run = newest.start[:16]
+        run = newest.launch_name[:16]
         old = [save for save in self.list_saves(run) if save < newest and save not in keep]
-        starts = {save.start for save in old}
+        starts = {save.launch_name for save in old}
         starts |= {
             name
             for name in _list_names(self.path)
-            if 0 < parse_start_number(name, run) < newest.number
+            if 0 < parse_launch_number(name, run) < newest.launch_number
         }
         if not self._is_leader or not (old or starts):
             return []
         removed: list[str] = []
         with lock_for_deletion(self.path) as trash:
             for start in sorted(starts):
-                folder, is_own_start = self.path / start, start == self._start
+                folder, is_own_launch = self.path / start, start == self._start
                 try:
                     with (
                         nullcontext()
-                        if is_own_start
+                        if is_own_launch
                         else lock.hold_lock(folder, folder, LOCK_PURPOSE)
                     ):
-                        for save in (candidate for candidate in old if candidate.start == start):
+                        for save in (
+                            candidate for candidate in old if candidate.launch_name == start
+                        ):
                             trash.remove_path(self.build_path(save), save.name.replace("/", "."))
                             removed.append(save.name)
-                        if not is_own_start and not any(map(_STEP.fullmatch, _list_names(folder))):
+                        if not is_own_launch and not any(map(_STEP.fullmatch, _list_names(folder))):
                             trash.remove_path(folder, start)
                 except RefusedError:  # it is still running
                     continue
@@ -176,7 +178,7 @@ class LocalFolder:
 
     def _iterate_saves(self, run: str) -> Iterator[LocalSave]:
         for start in _list_names(self.path):
-            number = parse_start_number(start, run)
+            number = parse_launch_number(start, run)
             for name in _list_names(self.path / start) if number else ():
                 parsed = _STEP.fullmatch(name)
                 if parsed:

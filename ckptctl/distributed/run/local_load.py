@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.owners import StateOwners
-from ckptctl.distributed.loading.request import read_own_part
+from ckptctl.distributed.loading.request import open_rank_local_part
 from ckptctl.distributed.run.fallback import attempt_load
 from ckptctl.distributed.run.keeper import ResumePoint, RunCheckpoints
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    parse_start_number,
+    parse_launch_number,
     read_run_id,
 )
 from ckptctl.distributed.state import FlatState, flatten_state
@@ -41,7 +41,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank_catalog
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     format_ranks,
     run_and_all_gather,
     run_on_rank_zero,
@@ -81,7 +81,7 @@ class RootCheckpoint(NamedTuple):
     """Checkpoint in the run folder to resume from, as seen by rank 0."""
 
     run: str
-    start: ResumePoint | None
+    resume_point: ResumePoint | None
     copy_of: LocalSave | None  # the local save that *start* is a copy of
 
 
@@ -94,7 +94,7 @@ class LocalLoadResult(NamedTuple):
     report: LoadReport | None = None
 
 
-class WantedState(NamedTuple):
+class RequestedState(NamedTuple):
     """State that a rank loads, and its options."""
 
     state: FlatState
@@ -107,7 +107,7 @@ class LocalCandidate(NamedTuple):
     save: LocalSave
     source: LoadSource | None  # source for this rank, or None on all ranks if it cannot be loaded
     problem: str
-    all_parts: bool  # whether each part can be read by some rank
+    has_all_parts: bool  # whether each part can be read by some rank
 
 
 class LoadSource(NamedTuple):
@@ -125,13 +125,13 @@ def inspect_root(keeper: RunCheckpoints, step: int | None) -> RootCheckpoint:
     except SourceNotFoundError:  # no checkpoint is complete
         start = None
     name = read_run_record(start.entry).members.get(COPY_OF_KEY) if start else None
-    number = parse_start_number(name, run)
+    number = parse_launch_number(name, run)
     copy_of = LocalSave(number, start.step, str(name)) if start and number else None
     return RootCheckpoint(run, start, copy_of)
 
 
-def load_local(
-    ranks: Coordinator,
+def load_from_local_disks(
+    ranks: RankCollectives,
     folder: LocalFolder,
     keeper: RunCheckpoints,
     state: MutableMapping[str, Any],
@@ -163,7 +163,7 @@ def load_local(
     fills_all = merged_options.get("strict", True) in (True, "state")
     skippable = UNREADABLE_CODES if damaged_ok and fills_all else ()
     skipped: dict[str, str] = {}
-    elsewhere: list[str] = []
+    newer_local_saves: list[str] = []
     for candidate in _list_candidates(ranks, folder, root, state, merged_options, step):
         save, problem = candidate.save, candidate.problem
         if candidate.source:
@@ -175,17 +175,17 @@ def load_local(
                 return LocalLoadResult(skipped, save, candidate.source.path, attempt.report)
             lines = (f"rank {rank}: {failure.line}" for rank, failure in attempt.failures.items())
             problem = "; ".join(lines)
-        elif candidate.all_parts:
-            elsewhere.append(save.name)
+        elif candidate.has_all_parts:
+            newer_local_saves.append(save.name)
         if save != root.copy_of:
             skipped[save.name] = problem
         if ranks.rank == 0:
             _log.warning("skipped %s on local disks: %s", save.name, problem)
-    if elsewhere and root.start is None:
+    if newer_local_saves and root.resume_point is None:
         raise SourceNotFoundError(
             "the only saves are on local disks, and the ranks cannot resume from them",
             where=str(folder.path),
-            why="; ".join(f"{name}: {skipped[name]}" for name in elsewhere),
+            why="; ".join(f"{name}: {skipped[name]}" for name in newer_local_saves),
             hint="start the same number of ranks, in the same order on the same machines; or "
             "remove these saves to start over",
         )
@@ -193,16 +193,16 @@ def load_local(
 
 
 def find_newest_local(
-    ranks: Coordinator, folder: LocalFolder, keeper: RunCheckpoints
+    ranks: RankCollectives, folder: LocalFolder, keeper: RunCheckpoints
 ) -> LocalSave | None:
-    """Find the local save that :func:`load_local` would load, or None if there is none."""
+    """Find the local save that :func:`load_from_local_disks` would load, or None if there is none."""
     root = ranks.broadcast(run_on_rank_zero(ranks, partial(inspect_root, keeper, None)))
     saves = _list_candidates(ranks, folder, root)
     return next((candidate.save for candidate in saves if candidate.source), None)
 
 
 def _list_candidates(
-    ranks: Coordinator,
+    ranks: RankCollectives,
     folder: LocalFolder,
     root: RootCheckpoint,
     state: MutableMapping[str, Any] | None = None,
@@ -215,76 +215,80 @@ def _list_candidates(
 
     def inspect_saves() -> dict[LocalSave, RankAvailability]:
         saves = [entry for entry in folder.list_saves(root.run) if step in (None, entry.step)]
-        other_runs = folder.list_other_runs(root.run)
+        other_runs = folder.list_launches_of_other_runs(root.run)
         if other_runs:
             _log.warning(
                 "%s: ignoring %s, which belongs to another run",
                 folder.path,
                 quote_names(other_runs),
             )
-        wants = None
+        requested_state = None
         if state is not None and saves:
             names = options.keys() & LoadOptions.__dataclass_fields__.keys()
             load_options = LoadOptions(**{name: options[name] for name in names})
-            wants = WantedState(
+            requested_state = RequestedState(
                 flatten_state(StateOwners.from_target(state).build_state_dict(), on_meta=True),
                 load_options,
             )
         paths = {save: folder.build_path(save) for save in saves}
-        return {save: _inspect_part(paths[save], ranks.rank, ranks.world, wants) for save in saves}
+        return {
+            save: _inspect_rank_parts(paths[save], ranks.rank, ranks.world, requested_state)
+            for save in saves
+        }
 
-    looks = run_and_all_gather(ranks, lambda: (None, inspect_saves()))[1]
+    availabilities_by_rank = run_and_all_gather(ranks, lambda: (None, inspect_saves()))[1]
     candidates: list[LocalCandidate] = []
-    for save in sorted({save for entry in looks for save in entry}, reverse=True):
-        older = (
+    for save in sorted({save for entry in availabilities_by_rank for save in entry}, reverse=True):
+        is_older = (
             save < root.copy_of
             if root.copy_of
-            else root.start is not None and save.step <= root.start.step
+            else root.resume_point is not None and save.step <= root.resume_point.step
         )
-        if older:
+        if is_older:
             continue
         availabilities = [
-            entry.get(save, RankAvailability("it has no data of this save")) for entry in looks
+            entry.get(save, RankAvailability("it has no data of this save"))
+            for entry in availabilities_by_rank
         ]
-        copy = root.start if save == root.copy_of else None
+        copy = root.resume_point if save == root.copy_of else None
         source = _choose_source(folder.build_path(save), availabilities, ranks.rank, copy)
         world = max(entry.world for entry in availabilities)
-        reachable = frozenset().union(*(entry.visible_ranks for entry in availabilities))
-        all_parts = bool(world) and frozenset(range(world)) <= reachable
+        reachable_ranks = frozenset().union(*(entry.visible_ranks for entry in availabilities))
+        all_parts = bool(world) and frozenset(range(world)) <= reachable_ranks
         candidates.append(
             LocalCandidate(save, source, _describe_missing_parts(availabilities), all_parts)
         )
     return candidates
 
 
-def _inspect_part(
-    path: TreePath, rank: int, world: int, wanted: WantedState | None
+def _inspect_rank_parts(
+    path: TreePath, rank: int, world: int, wanted: RequestedState | None
 ) -> RankAvailability:
     """Inspect this rank's part of a save, and the other ranks' parts in the same folder."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     visible_ranks = frozenset(int(match[1]) for match in numbers if match)
     if not visible_ranks:
         return RankAvailability("no rank has finished saving here")
-    problem, saved_by = "", 0
+    problem, saved_world = "", 0
     try:
         first = read_rank_catalog(path, min(visible_ranks))
-        saved_by = first.world if first else 0
+        saved_world = first.world if first else 0
         if rank not in visible_ranks:
             problem = "it has no data of this save"
-        elif saved_by != world:
-            problem = f"it was saved by {pluralize(saved_by, 'rank')}"
-        elif wanted and read_own_part(path, rank, *wanted) is None:
+        elif saved_world != world:
+            problem = f"it was saved by {pluralize(saved_world, 'rank')}"
+        elif wanted and open_rank_local_part(path, rank, *wanted) is None:
             problem = "the state is sharded differently, or has other names"
         if not problem:
-            return RankAvailability("", visible_ranks, saved_by)
-        is_mergeable = visible_ranks == frozenset(range(saved_by))
+            return RankAvailability("", visible_ranks, saved_world)
+        is_mergeable = visible_ranks == frozenset(range(saved_world))
         if is_mergeable:
             FORMAT.read(path)
     except CkptError as error:
         if error.code not in UNREADABLE_CODES:
             raise
-        return RankAvailability(problem or error.line, visible_ranks, saved_by)
-    return RankAvailability(problem, visible_ranks, saved_by, is_mergeable)
+        return RankAvailability(problem or error.line, visible_ranks, saved_world)
+    return RankAvailability(problem, visible_ranks, saved_world, is_mergeable)
 
 
 def _choose_source(

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture, run_in_background
-from ckptctl.distributed.group import COPY_TIMEOUT, create_gloo_group, get_coordinator
+from ckptctl.distributed.group import COPY_TIMEOUT, create_gloo_group, get_ranks
 from ckptctl.distributed.run.keeper import STEP_SERIES, RunCheckpoints
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    build_start_name,
+    build_launch_name,
     ensure_run_id,
-    parse_start_number,
+    parse_launch_number,
 )
-from ckptctl.distributed.run.local_load import COPY_OF_KEY, find_newest_local, load_local
+from ckptctl.distributed.run.local_load import COPY_OF_KEY, find_newest_local, load_from_local_disks
 from ckptctl.distributed.run.manager_options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import UrgentSave
 from ckptctl.distributed.run.root_copy import RateLimiter, SavedPart, build_disk_state
@@ -42,7 +42,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     run_on_all_ranks,
     run_on_rank_zero,
     to_sendable_error,
@@ -87,14 +87,14 @@ class _SaveReport(NamedTuple):
     save: LocalSave
     problem: str  # why the rank's part is incomplete, empty if it is complete
     copying: LocalSave | None
-    due: bool  # whether a copy is due
+    is_copy_due: bool  # whether a copy is due
 
 
 class LocalTier:
     """Local saves of a run and their copies, for its manager."""
 
-    _report_ranks: Coordinator
-    _copy_ranks: Coordinator
+    _report_ranks: RankCollectives
+    _copy_ranks: RankCollectives
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class LocalTier:
         self._saver = saver
         self._saving = dict(saving)
         self._pace = RateLimiter(options.copy_rate)
-        self._start: LocalSave | None = None  # launch of the run, common to its saves
+        self._current_launch: LocalSave | None = None  # launch of the run, common to its saves
         self._connected = False
         self._count = 0
-        self._is_copy_owed = False  # whether a copy is overdue
+        self._is_copy_overdue = False  # whether a copy is overdue
         self._last: threading.Thread | None = None
         self._complete_saves: list[_PendingSave] = []  # newest saves that are complete on all ranks
         self._loaded: LocalSave | None = None
@@ -150,10 +150,10 @@ class LocalTier:
         """
         if is_own or step in self._saves:
             return self._return_earlier_save(step, metrics)
-        if self._start is None:
-            self._start = self._begin_start()
+        if self._current_launch is None:
+            self._current_launch = self._begin_launch()
         due = self._count % self._options.copy_every == 0
-        pending = _PendingSave(self._start._replace(step=step), dict(metrics), due)
+        pending = _PendingSave(self._current_launch._replace(step=step), dict(metrics), due)
         self._count += 1
         self._saves[step] = pending
         earlier = self._last
@@ -197,21 +197,21 @@ class LocalTier:
         future.add_done_callback(pending.record_outcome)
         return future
 
-    def _begin_start(self) -> LocalSave:
+    def _begin_launch(self) -> LocalSave:
         """Agree on the name of this launch. All ranks call this once, at the first save."""
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         root, folder = self._keeper.root, self._folder
         run = ranks.broadcast(run_on_rank_zero(ranks, lambda: ensure_run_id(root)))
-        highest = run_on_all_ranks(ranks, lambda: folder.find_highest_start(run))
+        highest = run_on_all_ranks(ranks, lambda: folder.find_highest_launch(run))
         if ranks.rank == 0:
             self._keeper.refresh()
             records = (read_run_record(path) for path in root.glob(f"{STEP_SERIES}*"))
             highest = max(
-                [highest, *(parse_start_number(r.members.get(COPY_OF_KEY), run) for r in records)]
+                [highest, *(parse_launch_number(r.members.get(COPY_OF_KEY), run) for r in records)]
             )
         number = max(ranks.all_gather(highest)) + 1
-        start = ranks.broadcast(build_start_name(run, number))
-        run_on_all_ranks(ranks, lambda: folder.begin_start(start))
+        start = ranks.broadcast(build_launch_name(run, number))
+        run_on_all_ranks(ranks, lambda: folder.begin_launch(start))
         if not self._connected:
             self._report_ranks = create_gloo_group(self._group)
             self._copy_ranks = create_gloo_group(self._group, COPY_TIMEOUT)
@@ -232,7 +232,7 @@ class LocalTier:
                     pending.save,
                     str(problem) if problem else "",
                     copying,
-                    pending.is_copied or self._is_copy_owed,
+                    pending.is_copied or self._is_copy_overdue,
                 )
             )
             self._apply_reports(pending, reports)
@@ -249,12 +249,12 @@ class LocalTier:
                 f"rank {rank}: {report.save.step}" for rank, report in enumerate(reports)
             )
             raise RefusedError(
-                "the ranks save different steps", where=pending.save.start, why=steps
+                "the ranks save different steps", where=pending.save.launch_name, why=steps
             )
         problems = {rank: report.problem for rank, report in enumerate(reports) if report.problem}
         copying = {report.copying for report in reports if report.copying}
-        due = any(report.due for report in reports)
-        self._is_copy_owed = due and bool(problems or copying)
+        due = any(report.is_copy_due for report in reports)
+        self._is_copy_overdue = due and bool(problems or copying)
         if problems:
             why = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
             raise StorageError(
@@ -282,7 +282,7 @@ class LocalTier:
         try:
             self._write_copy(pending, target)
         except BaseException as error:
-            self._failure, self._is_copy_owed = error, True
+            self._failure, self._is_copy_overdue = error, True
             _log.error("%s was not copied to %s: %s", pending.save.name, target, error)
             return
         with self._rating:
@@ -308,7 +308,7 @@ class LocalTier:
         options = {
             **self._saving,
             "beside": partial(
-                keeper.build_sidecars, pending.metrics, {COPY_OF_KEY: pending.save.start}
+                keeper.build_sidecar_files, pending.metrics, {COPY_OF_KEY: pending.save.launch_name}
             ),
         }
         options |= {"execute": part.execute, "stream": part.stream, "digests": part.read_digests}
@@ -329,7 +329,7 @@ class LocalTier:
             self._keeper.refresh()
             if (
                 self._report_ranks.rank == 0
-                and read_run_record(target).members.get(COPY_OF_KEY) == pending.save.start
+                and read_run_record(target).members.get(COPY_OF_KEY) == pending.save.launch_name
             ):
                 self._keeper.add_metrics(target, metrics)
         return True
@@ -349,22 +349,22 @@ class LocalTier:
             newer local saves that cannot be loaded.
         """
         ranks, merged_options = (
-            get_coordinator(self._group),
+            get_ranks(self._group),
             {"process_group": self._group, **options},
         )
-        loaded = load_local(
+        loaded = load_from_local_disks(
             ranks, self._folder, self._keeper, state, merged_options, step, damaged_ok=damaged_ok
         )
         # The next save belongs to a new launch of the run.
-        self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
+        self._current_launch, self._loaded, self.skipped = None, loaded.save, loaded.skipped
         self._complete_saves, self._saves, self._copied = [], {}, None
         if loaded.save is None or loaded.path is None or loaded.report is None:
             return None
-        run_on_rank_zero(ranks, partial(self._keeper.resume_elsewhere, loaded.save.step))
+        run_on_rank_zero(ranks, partial(self._keeper.record_resume_elsewhere, loaded.save.step))
         return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
-    def wait_until_complete(self, step: int, hurry: UrgentSave | None) -> None:
-        """Wait until a save is complete on all ranks, or with *hurry* until its deadline.
+    def wait_until_complete(self, step: int, urgent_save: UrgentSave | None) -> None:
+        """Wait until a save is complete on all ranks, or with *urgent_save* until its deadline.
 
         Raises:
             CkptError: The save failed on a rank, or missed the deadline.
@@ -372,13 +372,13 @@ class LocalTier:
         pending = self._saves.get(step)
         if pending is None:  # training resumed from it
             return
-        if hurry:
-            hurry.wait_until_durable(pending.completion)
+        if urgent_save:
+            urgent_save.wait_until_durable(pending.completion)
         pending.completion.result()
 
     def find_newest(self) -> LocalSave | None:
         """Find the newest loadable local save, or None if the run folder has a newer one."""
-        return find_newest_local(get_coordinator(self._group), self._folder, self._keeper)
+        return find_newest_local(get_ranks(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
         """Wait for running saves and copies without rate limit, and ignore failures."""

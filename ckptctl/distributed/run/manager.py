@@ -13,7 +13,7 @@ from ckptctl import option_checks as checks
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.distributed.background.async_save import AsyncSaver, Closeable
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.finals import Finished, build_comparison_path, require_same_model
@@ -42,7 +42,7 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, quote_names
 from ckptctl.keywords import accept_keywords
 from ckptctl.options import list_options, name_option_in_errors, require_choice
-from ckptctl.ranks.coordinator import Coordinator, run_and_all_gather, run_on_rank_zero
+from ckptctl.ranks.coordinator import RankCollectives, run_and_all_gather, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.storage.destinations import require_folder, require_local_path
@@ -195,7 +195,7 @@ class CheckpointManager(Closeable):
         self._require_open()
         step = checks.check_step(step)
         if not self._has_begun:
-            self._begin_saving(step)
+            self._prepare_first_save(step)
         if self._local_tier is not None:
             return self._save_local(self._local_tier, step, state, metrics or {}, urgent=urgent)
         path = self.root / f"{STEP_SERIES}{step}"
@@ -205,7 +205,7 @@ class CheckpointManager(Closeable):
         joined_save = urgent_save.join_last_save(path) if urgent_save else None
         if joined_save:
             return joined_save
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         first = ranks.rank == 0
         parsed_metrics, replies = run_and_all_gather(
             ranks,
@@ -219,7 +219,7 @@ class CheckpointManager(Closeable):
             return SaveFuture(path).mark_published()
         options = {
             **self._saving,
-            "beside": partial(self.checkpoints.build_sidecars, parsed_metrics),
+            "beside": partial(self.checkpoints.build_sidecar_files, parsed_metrics),
         }
         if replies[0] == "damaged":
             options["overwrite"] = True
@@ -281,14 +281,14 @@ class CheckpointManager(Closeable):
         require_choice(fallback, "fallback", get_args(Fallback))
         if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
 
         def load_from(start: ResumePoint) -> LoadReport:
             self.checkpoints.refresh()  # every rank reads the current files
             return load(state, start.path, process_group=self._group, **options)
 
         newest = load_newest(ranks, self.checkpoints, load_from, fallback)
-        return self._note_resumed(ranks, *newest) if newest else None
+        return self._record_resume(ranks, *newest) if newest else None
 
     def load(
         self,
@@ -321,17 +321,17 @@ class CheckpointManager(Closeable):
         self._require_open()
         step = checks.check_step(step)
         self.wait()
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         resumed = self._load_local(state, options, step)
         if resumed is None:
-            start = ranks.broadcast(
+            resume_point = ranks.broadcast(
                 run_on_rank_zero(ranks, lambda: self.checkpoints.find_step(step))
             )
-            if start is None:
+            if resume_point is None:
                 raise self._missing_step_error(step)
             self.checkpoints.refresh()
-            report = load(state, start.path, process_group=self._group, **options)
-            resumed = self._note_resumed(ranks, start, report)
+            report = load(state, resume_point.path, process_group=self._group, **options)
+            resumed = self._record_resume(ranks, resume_point, report)
         run_on_rank_zero(ranks, lambda: self._abandon_later(step, discard=discard_newer))
         return resumed
 
@@ -341,15 +341,15 @@ class CheckpointManager(Closeable):
         Raises:
             CkptError: The errors of :meth:`load_latest`, on every rank.
         """
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         if self._local_tier is not None and (newest := self._local_tier.find_newest()):
             return newest.step
-        start = ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.find_newest))
-        return start.step if start else None
+        resume_point = ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.find_newest))
+        return resume_point.step if resume_point else None
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints of the run, as seen by rank 0."""
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         return ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.list_steps))
 
     def delete(self, step: int) -> None:
@@ -369,7 +369,7 @@ class CheckpointManager(Closeable):
         step = checks.check_step(step)
         if self._saver is not None:
             self._saver.join()
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
             raise self._missing_step_error(step)
         run_on_rank_zero(ranks, lambda: self.checkpoints.delete(step))
@@ -395,7 +395,7 @@ class CheckpointManager(Closeable):
         ):
             return
         self.wait()
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         path = self.root / f"{STEP_SERIES}{step}"
         if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
             raise self._missing_step_error(step)
@@ -439,7 +439,7 @@ class CheckpointManager(Closeable):
             out: Destination, as in :meth:`save_final`.
         """
         self._require_open()
-        ranks, target = get_coordinator(self._group), resolve_final_target(out)
+        ranks, target = get_ranks(self._group), resolve_final_target(out)
         return ranks.broadcast(
             run_on_rank_zero(ranks, lambda: self.checkpoints.final_models.find_model(target))
         )
@@ -475,7 +475,7 @@ class CheckpointManager(Closeable):
         saved = save_converted if published is None else require_same_model
         target = saved(state, out, self._options.build_conversion_options(options), self._group)
         run_on_rank_zero(
-            get_coordinator(self._group), lambda: self.checkpoints.record_final(target, published)
+            get_ranks(self._group), lambda: self.checkpoints.record_final(target, published)
         )
         if self._local_tier is not None:
             self._local_tier.has_final_model = self.checkpoints.policy.last == 0
@@ -525,11 +525,11 @@ class CheckpointManager(Closeable):
             why="it was not saved, or it was removed",
         )
 
-    def _begin_saving(self, step: int) -> None:
+    def _prepare_first_save(self, step: int) -> None:
         """Find and record the checkpoint from which the run resumed, before the first save."""
-        ranks = get_coordinator(self._group)
+        ranks = get_ranks(self._group)
         loaded = ranks.broadcast(
-            run_on_rank_zero(ranks, lambda: self.checkpoints.begin_saving(step))
+            run_on_rank_zero(ranks, lambda: self.checkpoints.prepare_first_save(step))
         )
         if loaded is not None:
             self._own_steps.add(loaded)
@@ -559,17 +559,23 @@ class CheckpointManager(Closeable):
             self._own_steps = {resumed.step}
         return resumed
 
-    def _note_resumed(self, ranks: Coordinator, start: ResumePoint, report: LoadReport) -> Resumed:
-        run_on_rank_zero(ranks, lambda: self.checkpoints.resume_from(start.entry, start.step))
-        self._schedule.record_resume(start.step, start.time)
+    def _record_resume(
+        self, ranks: RankCollectives, resume_point: ResumePoint, report: LoadReport
+    ) -> Resumed:
+        run_on_rank_zero(
+            ranks, lambda: self.checkpoints.record_resume(resume_point.entry, resume_point.step)
+        )
+        self._schedule.record_resume(resume_point.step, resume_point.time)
         self._own_steps = (
-            {start.step} if start.entry.name == f"{STEP_SERIES}{start.step}" else set()
+            {resume_point.step}
+            if resume_point.entry.name == f"{STEP_SERIES}{resume_point.step}"
+            else set()
         )
         skipped = {
             **(self._local_tier.skipped if self._local_tier is not None else {}),
-            **start.skipped,
+            **resume_point.skipped,
         }
-        return Resumed(start.path, start.step, skipped, report, start.doubts)
+        return Resumed(resume_point.path, resume_point.step, skipped, report, resume_point.doubts)
 
     def _abandon_later(self, step: int, *, discard: bool) -> None:
         later = self.checkpoints.list_later(step)

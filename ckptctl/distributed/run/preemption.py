@@ -26,7 +26,7 @@ from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.options import Option, Options, option_group
-from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.tree import TreePath
 
 NoticeSource = signal.Signals | str | Path | Callable[[], object]
@@ -205,7 +205,7 @@ os.register_at_fork(after_in_child=_restore_all_in_fork)
 class Preemption:
     """Preemption state of a run, exchanged so that all ranks learn of it in the same call."""
 
-    def __init__(self, options: PreemptionOptions, ranks: Callable[[], Coordinator]) -> None:
+    def __init__(self, options: PreemptionOptions, ranks: Callable[[], RankCollectives]) -> None:
         self.notices = PreemptionNotices(options.preemption)
         self._sources = options.preemption
         self._deadline = options.deadline

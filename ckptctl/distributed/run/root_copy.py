@@ -37,7 +37,9 @@ class RateLimiter:
     def __init__(self, rate: int | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free = 0.0  # earliest time at which the bytes processed so far meet the rate limit
+        self._earliest_end = (
+            0.0  # earliest time at which the bytes processed so far meet the rate limit
+        )
         self._lifted = threading.Event()
 
     def __call__(self, nbytes: int) -> None:
@@ -46,8 +48,8 @@ class RateLimiter:
             return
         with self._lock:
             now = time.monotonic()
-            self._free = max(self._free, now) + nbytes / self._rate
-            wait = self._free - now
+            self._earliest_end = max(self._earliest_end, now) + nbytes / self._rate
+            wait = self._earliest_end - now
         self._lifted.wait(wait)
 
     def lift_limit(self) -> None:
@@ -83,14 +85,14 @@ class SavedPart:
     ) -> Execution:
         """Execute *plan* with the files in place of memory."""
         return execute_plan(
-            self._with_files(plan), root, replace(options, pace=self._pace), progress
+            self._with_file_sources(plan), root, replace(options, pace=self._pace), progress
         )
 
     def stream(
         self, plan: Plan, create: CreateFile, options: ExecutionOptions, **_: object
     ) -> None:
         """Execute *plan* with the files in place of memory, for a store that takes streams."""
-        stream_plan(self._with_files(plan), create, replace(options, pace=self._pace))
+        stream_plan(self._with_file_sources(plan), create, replace(options, pace=self._pace))
 
     def read_digests(self, state: LocalState) -> Mapping[int, int]:
         """Return the CRC-32 of shards that this rank's files record, by shard index."""
@@ -117,7 +119,7 @@ class SavedPart:
         }
         return sources, [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
 
-    def _with_files(self, plan: Plan) -> Plan:
+    def _with_file_sources(self, plan: Plan) -> Plan:
         """Return *plan* with files in place of memory."""
         sources, chunks = self._locate_shards()
         transfers = tuple(

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
 from ckptctl.options import Option, Options, option_group
-from ckptctl.ranks.coordinator import Coordinator, run_and_all_gather
+from ckptctl.ranks.coordinator import RankCollectives, run_and_all_gather
 from ckptctl.runs.run_options import parse_duration
 
 
@@ -82,13 +82,13 @@ class Schedule:
     def __init__(
         self,
         rules: SaveRules,
-        busy: Callable[[], bool],
+        is_save_running: Callable[[], bool],
         has_checkpoint: Callable[[], bool],
-        ranks: Callable[[], Coordinator],
+        ranks: Callable[[], RankCollectives],
     ) -> None:
         self._rules = rules
         self._ranks = ranks
-        self._busy = busy
+        self._busy = is_save_running
         self._has_checkpoint = has_checkpoint
         self._begun = not rules.save_first
         self._last_step: int | None = None

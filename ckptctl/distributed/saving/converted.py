@@ -19,7 +19,7 @@ from ckptctl.catalog import Blob, compute_row_major_strides
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.distributed.group import get_coordinator
+from ckptctl.distributed.group import get_ranks
 from ckptctl.distributed.saving.local_state import LocalState, build_local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
@@ -29,7 +29,7 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
 from ckptctl.ranks.coordinator import gather_and_scatter, run_on_rank_zero
 from ckptctl.runs.run_store import open_run_store
-from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, make_own_plan
+from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, make_rank_local_plan
 from ckptctl.save_load.saving.local_shards import (
     LocalChunk,
     LocalShards,
@@ -62,7 +62,7 @@ def save_converted(
     Raises:
         CkptError: The save or the conversion failed, on every rank.
     """
-    ranks = get_coordinator(group)
+    ranks = get_ranks(group)
     target = resolve_final_target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
 
@@ -78,7 +78,7 @@ def save_converted(
 
     run_on_rank_zero(ranks, prepare_stage)
     try:
-        save(_select_exported(state, options), stage, process_group=group)
+        save(_select_exported_state(state, options), stage, process_group=group)
         run_on_rank_zero(ranks, convert_stage)
     finally:
         if ranks.rank == 0:
@@ -100,7 +100,7 @@ def plan_converted(
     Returns:
         The plan on rank 0, or None on other ranks.
     """
-    ranks = get_coordinator(group)
+    ranks = get_ranks(group)
     plans: list[ConversionPlan] = []
 
     def plan_on_rank_zero(all_packed: list[PackedShards]) -> Sequence[None]:
@@ -115,7 +115,7 @@ def plan_converted(
     local_states: list[LocalState] = []
 
     def pack_local_state() -> PackedShards:
-        local_states.append(build_local_state(_select_exported(state, options)))
+        local_states.append(build_local_state(_select_exported_state(state, options)))
         return local_states[0].packed_shards
 
     gather_and_scatter(ranks, pack_local_state, plan_on_rank_zero)
@@ -140,7 +140,7 @@ def resolve_final_target(out: str | TreePath) -> TreePath:
     return target
 
 
-def _select_exported(state: StateDict, options: ConversionOptions) -> StateDict:
+def _select_exported_state(state: StateDict, options: ConversionOptions) -> StateDict:
     """Select only the model from *state* if the options ask for it."""
     model_only = options.only == "model" and "model" in state
     return {"model": state["model"]} if model_only else state
@@ -203,7 +203,7 @@ def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) 
     leaves = {name: path for name, path in state.shards.paths.items() if name not in tensors}
     digests = {name: state.shards.values[name] for name in leaves}
     shards = LocalShards(tensors, chunks, digests, leaves)
-    global_plan = make_own_plan(0, 1, pack_shards(shards))
+    global_plan = make_rank_local_plan(0, 1, pack_shards(shards))
     steps = [compute_row_major_strides(chunk.sizes) for chunk in chunks]
     files = lay_out_rank_files(0, shards, global_plan.shares[0], steps, state.values, lambda _: 1)
     for file in files.plan.files:

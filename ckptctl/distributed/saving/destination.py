@@ -13,7 +13,7 @@ import torch
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed.group import choose_thread_count
 from ckptctl.distributed.saving.device_memory import MAX_DEVICE_THREADS, is_on_host
-from ckptctl.distributed.saving.local_state import map_plan_memory, select_read_tensors
+from ckptctl.distributed.saving.local_state import map_names_to_memory, select_read_tensors
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp import METADATA, format_metadata_name
@@ -62,7 +62,7 @@ def build_target(path: TreePath, options: WriterOptions) -> SaveTarget:
     return UrlTarget(path, options)
 
 
-def require_rank_files(target: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
+def require_visible_rank_files(target: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
     """Raise if rank 0 does not see all files of the other ranks, given by rank and name."""
     for rank, files in sizes.items():
         for name, size in files.items():
@@ -122,7 +122,7 @@ class FolderTarget:
             execution_options = ExecutionOptions(
                 jobs, memory, options.checksum, sync=options.sync, shared=True
             )
-            views = map_plan_memory(plan, pieces, execution_options)
+            views = map_names_to_memory(plan, pieces, execution_options)
             options.execute(plan, self._data, execution_options, lambda _: None, memory=views)
 
     def find_file_size(self, name: str) -> int:

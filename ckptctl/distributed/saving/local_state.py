@@ -50,7 +50,7 @@ class LocalState:
 
     shards: LocalShards
     pieces: Sequence[torch.Tensor]
-    steps: Sequence[tuple[int, ...]]  # strides of the pieces, in elements
+    strides: Sequence[tuple[int, ...]]  # strides of the pieces, in elements
     # Content, as written by ``torch.save``, of each non-tensor value and of each small tensor that
     # may differ between ranks.
     values: Mapping[str, bytes]
@@ -178,7 +178,7 @@ def select_read_tensors(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[s
     return {name: pieces[int(parse_memory_key(name))] for name in names}
 
 
-def map_plan_memory(
+def map_names_to_memory(
     plan: Plan, pieces: Sequence[torch.Tensor], execution_options: ExecutionOptions
 ) -> dict[str, Memory]:
     """Map the file names of a plan to memory of tensors, which must outlive it."""

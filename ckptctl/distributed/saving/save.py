@@ -16,15 +16,15 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, parse_memory_key
-from ckptctl.distributed.group import choose_thread_count, get_coordinator
+from ckptctl.distributed.group import choose_thread_count, get_ranks
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.positions import record_position
+from ckptctl.distributed.positions import record_visited_checkpoint
 from ckptctl.distributed.saving.destination import (
     RankFolderTarget,
     SaveTarget,
     build_target,
     require_local_target,
-    require_rank_files,
+    require_visible_rank_files,
 )
 from ckptctl.distributed.saving.local_state import (
     LocalState,
@@ -38,20 +38,20 @@ from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import EncodedTensorMetadata
 from ckptctl.keywords import accept_keywords, show_options_as_keywords
 from ckptctl.options import Option
-from ckptctl.ranks.coordinator import Coordinator, gather_and_scatter, to_sendable_error
+from ckptctl.ranks.coordinator import RankCollectives, gather_and_scatter, to_sendable_error
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
+    are_cached_plans_valid,
+    compute_generation,
     is_first_with_identity,
-    is_unchanged,
     make_nonce,
-    name_generation,
     require_agreement,
 )
 from ckptctl.save_load.saving.global_plan import (
     GlobalPlan,
     RankShare,
     make_global_plan,
-    make_own_plan,
+    make_rank_local_plan,
 )
 from ckptctl.save_load.saving.local_shards import (
     Groups,
@@ -66,7 +66,7 @@ from ckptctl.save_load.saving.local_shards import (
 from ckptctl.save_load.saving.save_files import (
     RankItems,
     TensorFiles,
-    add_values,
+    append_values,
     lay_out_rank_files,
     lay_out_tensors,
     make_tensor_metadata,
@@ -136,7 +136,7 @@ def save(state_dict: StateDict, path: str | TreePath, options: _SaveCallOptions)
         CkptError: The save failed on some rank. It is raised on every rank, and nothing was
             published.
     """
-    ranks = get_coordinator(options.process_group)
+    ranks = get_ranks(options.process_group)
     if options.collectives:
         with pause_gc():  # a garbage collection would take as long as writing gigabytes
             return write_collectively(state_dict, parse_path(path), ranks, options)
@@ -147,7 +147,7 @@ def save(state_dict: StateDict, path: str | TreePath, options: _SaveCallOptions)
 def write_collectively(
     state: FlatState | StateDict | LocalState,
     path: TreePath,
-    ranks: Coordinator,
+    ranks: RankCollectives,
     options: SaveOptions,
     plans: PlanCache[SavedPlan] = SAVE_PLANS,
 ) -> TreePath:
@@ -165,12 +165,12 @@ def write_rank_local(
     """Write this rank's state with separate metadata to *path*, without collectives."""
     target = RankFolderTarget(path, rank, options)
     local = build_local_state(state, trusted=options.trusted)
-    global_plan = make_own_plan(rank, world, local.packed_shards)
+    global_plan = make_rank_local_plan(rank, world, local.packed_shards)
     files = lay_out_rank_files(
         rank,
         local.shards,
         global_plan.shares[rank],
-        local.steps,
+        local.strides,
         local.values,
         options.choose_file_count,
     )
@@ -193,13 +193,17 @@ class CollectiveSave:
 
     _local: LocalState
     _key: bytes
-    _place: SaveTarget
+    _save_target: SaveTarget
     _global_plan: GlobalPlan
     _plan: SavedPlan | None = None
     _error: BaseException | None = None
 
     def __init__(
-        self, ranks: Coordinator, path: TreePath, options: SaveOptions, plans: PlanCache[SavedPlan]
+        self,
+        ranks: RankCollectives,
+        path: TreePath,
+        options: SaveOptions,
+        plans: PlanCache[SavedPlan],
     ) -> None:
         self._ranks = ranks
         self._target = path
@@ -213,13 +217,13 @@ class CollectiveSave:
         """
         options = self._options
         try:
-            self._place = build_target(self._target, options)
-            self._target = self._place.target
+            self._save_target = build_target(self._target, options)
+            self._target = self._save_target.target
             self._local = build_local_state(state, trusted=options.trusted)
             self._key = compute_plan_key(self._local, self._ranks, options)
             self._plan = plan = self._plans.get(self._key)
             if self._ranks.rank == 0:
-                self._place.prepare_target(stack)
+                self._save_target.prepare_target(stack)
             return RankStatement(
                 str(self._target),
                 {"files": options.files, "overwrite": options.overwrite},
@@ -244,9 +248,9 @@ class CollectiveSave:
         The ranks reuse their cached plan if all have the same one, or make a new one.
         """
         rank, local = self._ranks.rank, self._local
-        new_generation = name_generation(statements)
+        new_generation = compute_generation(statements)
         self._save_id = new_generation.hex()
-        reused_plan = self._plan if is_unchanged(statements) else None
+        reused_plan = self._plan if are_cached_plans_valid(statements) else None
         share = (
             None if reused_plan else self._agree_on_share(is_first_with_identity(statements, rank))
         )
@@ -254,7 +258,7 @@ class CollectiveSave:
         def write_files() -> WriteReport:
             if share:
                 count = self._options.choose_file_count
-                files = lay_out_tensors(rank, local.shards, share, local.steps, count)
+                files = lay_out_tensors(rank, local.shards, share, local.strides, count)
                 groups = unpack_groups(list(local.shards.paths), share.groups)
                 self._plan, written = SavedPlan(new_generation, files, groups), share.values
             else:
@@ -263,8 +267,8 @@ class CollectiveSave:
                 written = choose_values_to_write(
                     rank, groups, local.shards, [entry.groups for entry in statements]
                 )
-            output = add_values(rank, files, written, local.values)
-            self._place.write_files(output.plan, local.pieces)
+            output = append_values(rank, files, written, local.values)
+            self._save_target.write_files(output.plan, local.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
             values = [
                 (self._describe_leaf(*entry), output.items[entry[1]]) for entry in written.items()
@@ -274,7 +278,7 @@ class CollectiveSave:
         gather_and_scatter(self._ranks, write_files, self._publish_metadata)
         assert self._plan
         self._plans.put(self._key, self._plan)
-        record_position(self._target)
+        record_visited_checkpoint(self._target)
         return self._target
 
     def _agree_on_share(self, first: bool) -> RankShare:
@@ -308,22 +312,24 @@ class CollectiveSave:
     def _publish_metadata(self, reports: list[WriteReport]) -> Sequence[None]:
         plan = self._plan
         assert plan
-        require_rank_files(self._place, {rank: report.sizes for rank, report in enumerate(reports)})
+        require_visible_rank_files(
+            self._save_target, {rank: report.sizes for rank, report in enumerate(reports)}
+        )
         items = [report.items for report in reports if report.items is not None]
         if items:
             plan.metadata = make_tensor_metadata(self._global_plan, items)
         assert plan.metadata
         values = [value for report in reports for value in report.values]
         content = plan.metadata.add_values(values, Origin(self._save_id, self._ranks.world))
-        self._place.publish(content)
+        self._save_target.publish(content)
         return [None] * len(reports)
 
 
-def compute_plan_key(state: LocalState, ranks: Coordinator, options: SaveOptions) -> bytes:
+def compute_plan_key(state: LocalState, ranks: RankCollectives, options: SaveOptions) -> bytes:
     """Compute a digest of everything on which a rank's plan depends."""
     options_key = (options.files, choose_thread_count(options.jobs), options.compare_replicas)
     context = (KEY_VERSION, ranks.rank, ranks.world, *options_key)
-    return compute_digest((context, state.packed_shards.sharding, state.steps))
+    return compute_digest((context, state.packed_shards.sharding, state.strides))
 
 
 class WriteReport(NamedTuple):

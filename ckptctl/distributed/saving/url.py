@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ckptctl.distributed.saving.local_state import map_plan_memory
+from ckptctl.distributed.saving.local_state import map_names_to_memory
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, quote_names
 from ckptctl.formats.dcp import METADATA
@@ -82,7 +82,7 @@ class UrlTarget:
             plan,
             self._store.create_file,
             execution_options,
-            memory=map_plan_memory(plan, pieces, execution_options),
+            memory=map_names_to_memory(plan, pieces, execution_options),
         )
 
     def find_file_size(self, name: str) -> int:

@@ -18,7 +18,7 @@ from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.units import pluralize
 
 
-def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
+def require_complete_tensors(tensors: Mapping[str, ComposedTensor]) -> None:
     """Raise unless the checkpoint has data for all elements of *tensors*."""
     incomplete = [name for name, composed in tensors.items() if not composed.is_covered]
     if incomplete:
@@ -29,7 +29,7 @@ def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
         )
 
 
-def require_boxes(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
+def require_boxes_covered(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
     """Raise unless the extents of *entry* cover every element of the target boxes exactly once."""
     for target in targets:
         clipped: list[Extent] = []
@@ -44,7 +44,7 @@ def require_boxes(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
         check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(clipped)))
 
 
-def require_shapes(
+def require_same_shapes(
     tensors: Mapping[str, ComposedTensor], requested: Mapping[str, RequestedTensor]
 ) -> None:
     """Raise unless the state's tensors have the shapes of the mapped checkpoint tensors."""

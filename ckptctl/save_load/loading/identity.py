@@ -28,7 +28,7 @@ SHOWN_ID_CHARACTERS = 12
 """Characters of an ID shown in messages."""
 
 
-class _UnsettledError(Exception):
+class _TooManyFilesError(Exception):
     """Error for a folder with too many files to compute an identity."""
 
 
@@ -54,7 +54,7 @@ def compute_identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
                 return None
             if path is not None:
                 stamps += sorted(_list_stamps(Path(path).expanduser().absolute()))
-    except (_UnsettledError, OSError):
+    except (_TooManyFilesError, OSError):
         return None
     newest = max(
         (max(file_identity.mtime_ns, file_identity.ctime_ns) for _, file_identity in stamps),
@@ -67,7 +67,7 @@ def _list_stamps(path: Path) -> Iterator[Stamp]:
     stamps = _iterate_tree(path, set()) if path.is_dir() else _iterate_siblings(path)
     for count, stamp in enumerate(stamps):
         if count >= MAX_FILES:
-            raise _UnsettledError
+            raise _TooManyFilesError
         yield stamp
 
 

@@ -14,12 +14,12 @@ from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
 from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
-from ckptctl.save_load.loading.state_mapping import StateMapping, move_name
+from ckptctl.save_load.loading.state_mapping import StateMapping, replace_prefix
 
 RANK_KEY = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
 
-def describe_load(
+def build_load_report(
     compared: LoadReport,
     mapping: StateMapping,
     loaded: tuple[str, ...],
@@ -106,7 +106,7 @@ def compare_keys(
     paths = {name: stored.path for name, stored in catalog.tensors.items()}
     paths |= {name: stored.path for name, stored in catalog.blobs.items()}
     read = {key for name in tensors if name in offered for key in offered[name].keys}
-    read |= {move_name(name, mapping.prefix, mapping.root) for name in values}
+    read |= {replace_prefix(name, mapping.prefix, mapping.root) for name in values}
     state_paths = (*tensors.values(), *values.values())
     containers = {_get_container(keys) for keys in state_paths}
     if mapping.root and not mapping.prefix:
@@ -115,7 +115,7 @@ def compare_keys(
     heads, rank_keys = {_get_head(keys) for keys in state_paths}, list_rank_keys(catalog)
     resumes = any(map(is_training_state, (*tensors, *values, *read)))
 
-    def find_excuse(name: str, keys: Keys) -> str | None:
+    def explain_skipped_key(name: str, keys: Keys) -> str | None:
         """Return the reason why a key may be skipped, or None if it is unexpected."""
         if name in rank_keys:
             return "it belongs to a single rank"
@@ -124,7 +124,7 @@ def compare_keys(
             return f"it shares memory with `{entry.alias_of}`, which is read"
         if resumes:
             # Lightning's `meta.pt`, which its strategies read themselves.
-            if catalog.format == "dcp" and _is_in_companion(catalog, name):
+            if catalog.format == "dcp" and _is_in_meta_file(catalog, name):
                 return "it is stored in a file of its own, outside of the saved state"
             return None
         if _get_container(keys) not in containers:
@@ -139,7 +139,7 @@ def compare_keys(
     for name, keys in paths.items():
         if name in read or name in left_out or name in catalog.computed:
             continue
-        why = find_excuse(name, keys)
+        why = explain_skipped_key(name, keys)
         if why:
             left_out[name] = why
         else:
@@ -147,7 +147,7 @@ def compare_keys(
     return LoadReport(missing=tuple(missing), unexpected=tuple(unexpected), left_out=left_out)
 
 
-def _is_in_companion(catalog: Catalog, name: str) -> bool:
+def _is_in_meta_file(catalog: Catalog, name: str) -> bool:
     """Return whether a value of a DCP checkpoint is stored in ``meta.pt`` next to it."""
     if blob := catalog.blobs.get(name):
         return blob.file is None
@@ -157,7 +157,9 @@ def _is_in_companion(catalog: Catalog, name: str) -> bool:
     )
 
 
-def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
+def require_same_kinds(
+    mapping: StateMapping, tensors: Collection[str], values: Collection[str]
+) -> None:
     """Raise if a key is a tensor on one side and not a tensor on the other."""
     offered, blobs = mapping.tensors, mapping.catalog.blobs
     state_tensors = [
@@ -166,7 +168,7 @@ def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Colle
     stored_tensors = [
         name
         for name in values
-        if name in offered and move_name(name, mapping.prefix, mapping.root) not in blobs
+        if name in offered and replace_prefix(name, mapping.prefix, mapping.root) not in blobs
     ]
     if not state_tensors and not stored_tensors:
         return
@@ -200,9 +202,12 @@ def find_stored_name(
             values.
         rank_keys: Per-rank keys of the checkpoint, from :func:`list_rank_keys`.
     """
-    shared_name = move_name(name, mapping.prefix, mapping.root)
+    shared_name = replace_prefix(name, mapping.prefix, mapping.root)
     rank_name = f"rank_{rank}.{shared_name}"
-    if rank_name in rank_keys and move_name(rank_name, mapping.root, mapping.prefix) not in values:
+    if (
+        rank_name in rank_keys
+        and replace_prefix(rank_name, mapping.root, mapping.prefix) not in values
+    ):
         return rank_name
     return shared_name if shared_name in mapping.catalog.blobs else None
 
@@ -227,7 +232,7 @@ def with_rank_tensors(
         rank_name = f"rank_{rank}.{composed.sources[0].key}"
         if (
             rank_name in rank_keys
-            and move_name(rank_name, mapping.root, mapping.prefix) not in state
+            and replace_prefix(rank_name, mapping.root, mapping.prefix) not in state
         ):
             rank_tensors[name] = ComposedTensor.from_unchanged(
                 rank_name, name, mapping.catalog.tensors[rank_name].shape
@@ -239,7 +244,9 @@ def with_rank_tensors(
     )
 
 
-def list_inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
+def list_inherited_values(
+    mapping: StateMapping, state: Collection[str], rank: int
+) -> tuple[str, ...]:
     """List the per-rank values that a rank takes from the lowest rank because it saved none.
 
     If the checkpoint does not record its world size, the highest rank with a per-rank value
@@ -252,7 +259,7 @@ def list_inherited(mapping: StateMapping, state: Collection[str], rank: int) -> 
     differing = {match["name"] for match in matched}
     if rank < world or not differing:
         return ()
-    return tuple(n for n in state if move_name(n, mapping.prefix, mapping.root) in differing)
+    return tuple(n for n in state if replace_prefix(n, mapping.prefix, mapping.root) in differing)
 
 
 def list_rank_keys(catalog: Catalog) -> set[str]:

@@ -32,9 +32,9 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.save_load.loading.checks import (
     find_casts,
-    require_boxes,
-    require_filled,
-    require_shapes,
+    require_boxes_covered,
+    require_complete_tensors,
+    require_same_shapes,
 )
 from ckptctl.save_load.loading.state_mapping import MemoryBox, RequestedTensor, StateMapping
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
@@ -59,13 +59,13 @@ class PreparedRead:
 
     def plan_tensors(self, requested: Mapping[str, RequestedTensor]) -> Plan:
         """Plan the reads of *requested*, in the order of the data in the files."""
-        return self.plan_located(requested, self.locate_tensors(requested))
+        return self.plan_located_tensors(requested, self.locate_tensors(requested))
 
     def locate_tensors(self, requested: Mapping[str, RequestedTensor]) -> Mapping[str, TensorEntry]:
         """Return the tensors of the checkpoint to read, with file positions for their extents."""
         return _locate_entries(self.mapping, self._choose_tensors(requested), requested)
 
-    def plan_located(
+    def plan_located_tensors(
         self, requested: Mapping[str, RequestedTensor], entries: Mapping[str, TensorEntry]
     ) -> Plan:
         """Plan the reads of *requested* from located *entries*."""
@@ -150,7 +150,7 @@ def has_same_index(catalog: Catalog, other_catalog: Catalog) -> bool:
     return catalog == relocated
 
 
-def has_same_places(
+def has_same_locations(
     entries: Mapping[str, TensorEntry], other_entries: Mapping[str, TensorEntry], checksum: bool
 ) -> bool:
     """Return whether located tensors have the same positions in the same files."""
@@ -189,15 +189,15 @@ def prepare_read(
         covers_tensors: Whether to check the coverage of entire tensors instead of the target boxes.
     """
     chosen = {name: mapping.tensors[name] for name in requested if name in mapping.tensors}
-    require_shapes(chosen, requested)
-    require_filled(chosen)
+    require_same_shapes(chosen, requested)
+    require_complete_tensors(chosen)
     entries = mapping.catalog.tensors
     for name, composed in chosen.items():
         for key in composed.keys:
             if covers_tensors:
                 check_coverage(entries[key])
             else:
-                require_boxes(entries[key], requested[name].targets)
+                require_boxes_covered(entries[key], requested[name].targets)
     return PreparedRead(mapping, find_casts(mapping, requested, cast))
 
 

@@ -95,7 +95,7 @@ def map_state(
 ) -> StateMapping:
     """Map the tensors of *catalog* to tensors of *state*, by name or by a change of layout."""
     given_layout = request.state.layout or request.source.layout
-    by_name = _keep_matching_names(catalog, state, request)
+    by_name = _map_by_best_prefix(catalog, state, request)
     if not given_layout and state.keys() <= by_name.tensors.keys():
         return by_name
     try:
@@ -114,7 +114,7 @@ def map_state(
     return changed if given_layout or better else by_name
 
 
-def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
+def recognize_source_model(catalog: Catalog, request: MappingRequest) -> Model:
     """Detect the model in a checkpoint from its config, or from the config in *assets*."""
     catalog = strip_wrappers(catalog)
     assets = gather_assets(catalog, request.assets)
@@ -164,49 +164,47 @@ def map_model(
 # ----------------------------------------------------------------------------------- equal names
 
 
-def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
+def map_by_name(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
     """Map every tensor to the same name, with *prefix* instead of *root*."""
     tensors = (
-        ComposedTensor.from_unchanged(name, move_name(name, root, prefix), entry.shape)
+        ComposedTensor.from_unchanged(name, replace_prefix(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
     )
     return StateMapping(catalog, {tensor.key: tensor for tensor in tensors}, root, prefix)
 
 
-def _keep_matching_names(
+def _map_by_best_prefix(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
     """Map tensors by name, with the pair of prefixes for which most names match."""
     sources = _list_prefixes(catalog, request.source.root)
-    targets = _list_prefixes(_make_catalog(state), request.state.root)
+    targets = _list_prefixes(_make_state_catalog(state), request.state.root)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
-    return keep_names(
-        catalog, *max(pairs, key=lambda pair: _count_agreements(catalog, state, *pair))
-    )
+    return map_by_name(catalog, *max(pairs, key=lambda pair: _count_matches(catalog, state, *pair)))
 
 
 def _list_prefixes(catalog: Catalog, root: str | None) -> list[str]:
     return ["", *list_possible_roots(catalog)] if root is None else [parse_root(catalog, root)]
 
 
-def _count_agreements(
+def _count_matches(
     catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str
 ) -> int:
     """Count the names and the shapes that match the state if *prefix* replaces *root*."""
     return sum(
         1 + (state[state_name].shape == entry.shape)
         for name, entry in catalog.tensors.items()
-        if (state_name := move_name(name, root, prefix)) in state
+        if (state_name := replace_prefix(name, root, prefix)) in state
     )
 
 
-def move_name(name: str, root: str, prefix: str) -> str:
+def replace_prefix(name: str, root: str, prefix: str) -> str:
     """Return *name* with *prefix* instead of *root*."""
     is_below_root = name.startswith(root) and name != root
     return prefix + name.removeprefix(root) if is_below_root else name
 
 
-def _make_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
+def _make_state_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
     """Build a catalog of the state, so that its model can be detected."""
     tensors = {}
     for name, leaf in state.items():
@@ -222,26 +220,26 @@ def _change_layout(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
     """Map the model to the layout of *state*, and rename state outside of it to match."""
-    model = understand_source(catalog, request)
-    state_model = _understand_state(state, model, request)
+    model = recognize_source_model(catalog, request)
+    state_model = _recognize_state_model(state, model, request)
     if model.model_type is None:
         common = [name for name in model.candidates if name in state_model.candidates]
         model = model.recognize_as(common[0]) if len(common) == 1 else model
     selection = state_model.selection
     names = {state_model.root + name for name in selection.tensors}
     with dequantize_hint_on_error(model):
-        change = _find_change(model, state_model, names, request)
+        change = _compute_layout_change(model, state_model, names, request)
     model_keys = {model.root + name for name in model.tensors}
     require_scales_kept(model.catalog, model_keys, renamed=not change.keeps_names, dtype=None)
     outside = model.selection.rest if selection.rest else ()
     return replace(map_model(model, change, state_model.root, outside), layout=state_model.layout)
 
 
-def _understand_state(
+def _recognize_state_model(
     state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
 ) -> Model:
     """Detect the model and layout of the state, first with the checkpoint's model type."""
-    state_catalog, given_model_type = _make_catalog(state), request.source.model_type
+    state_catalog, given_model_type = _make_state_catalog(state), request.source.model_type
     state_request = replace(request.state, model_type=given_model_type or model.model_type)
     try:
         state_model = recognize_model(state_catalog, request=state_request)
@@ -267,7 +265,7 @@ def _understand_state(
     return state_model
 
 
-def _find_change(
+def _compute_layout_change(
     model: Model, state_model: Model, names: AbstractSet[str], request: MappingRequest
 ) -> LayoutChange:
     """Compute the change of layout, which unties tied tensors if the state has both of them."""

@@ -29,11 +29,11 @@ from ckptctl.save_load.saving.local_shards import (
     PackedShards,
     SharedStructure,
     TensorMeta,
-    divide_values,
+    assign_values_to_ranks,
 )
 from ckptctl.storage.threads import pause_gc
 
-Places = Sequence[int]
+BoxPositions = Sequence[int]
 """For each rank that has a box, the position of the box among the rank's boxes of the tensor."""
 
 
@@ -79,7 +79,7 @@ def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
         }
         metas = _collect_metas(packed_by_rank, structures)
         rows, starts = make_box_tables(packed_by_rank, structures, metas)
-        patterns = find_patterns(metas, rows, packed_by_rank)
+        patterns = find_sharding_patterns(metas, rows, packed_by_rank)
         require_equal_replicas(packed_by_rank, structures)
         compared = {name for structure in structures.values() for name in structure.compared_names}
         nbytes = sum(_count_bytes(meta.shape, meta) for meta in metas.values())
@@ -88,14 +88,14 @@ def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
             compute_fine_piece_limit(nbytes, len(packed_by_rank)),
         )
         for limit in dict.fromkeys(limits):
-            cut_shared_boxes(metas, patterns, limit)
-            writers, even = choose_writers(metas, patterns, len(packed_by_rank), compared)
-            if even:
+            split_shared_boxes(metas, patterns, limit)
+            writers, is_balanced = choose_writers(metas, patterns, len(packed_by_rank), compared)
+            if is_balanced:
                 break
         tensors = tuple(make_output_tensor(name, meta) for name, meta in metas.items())
         boxes = [pattern.boxes for pattern in patterns]
         chunks, parts = list_written_chunks(patterns, writers, starts)
-        values = divide_values(packed_by_rank, structures)
+        values = assign_values_to_ranks(packed_by_rank, structures)
         shares = [
             RankShare(*share_parts)
             for share_parts in zip(
@@ -105,7 +105,7 @@ def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
     return GlobalPlan(tensors, boxes, writers, shares, values.paths, values.tensors)
 
 
-def make_own_plan(rank: int, world: int, packed: PackedShards) -> GlobalPlan:
+def make_rank_local_plan(rank: int, world: int, packed: PackedShards) -> GlobalPlan:
     """Plan that *rank* writes all its shards, independently of the other ranks."""
     assert packed.structure
     metas = packed.structure.tensors
@@ -215,8 +215,8 @@ class ShardPattern:
 
     boxes: list[Box]
     ranks: list[tuple[int, ...]]
-    places: list[Places]  # see :data:`Places`
-    parts: list[bool]  # whether each box is a part of a chunk
+    positions: list[BoxPositions]  # see :data:`BoxPositions`
+    is_part_of_chunk: list[bool]  # whether each box is a part of a chunk
     sole_holders: Sequence[int] | None = None  # for each box its only rank, if no box is replicated
 
 
@@ -241,7 +241,7 @@ def make_box_tables(
     return rows, starts
 
 
-def find_patterns(
+def find_sharding_patterns(
     metas: Mapping[str, TensorMeta],
     rows: Sequence[Sequence[int]],
     packed_by_rank: Sequence[PackedShards],
@@ -266,14 +266,14 @@ def _make_pattern(column: Sequence[int], packed_by_rank: Sequence[PackedShards])
             holders_of_box[0].append(rank)
             holders_of_box[1].append(place)
     holder_ranks = [tuple(ranks) for ranks, _ in holders.values()]
-    places: list[Places] = [box_places for _, box_places in holders.values()]
+    places: list[BoxPositions] = [box_places for _, box_places in holders.values()]
     pattern = ShardPattern(list(holders), holder_ranks, places, [False] * len(holders))
     if all(len(ranks_of_box) == 1 for ranks_of_box in holder_ranks):
         pattern.sole_holders = array("I", [ranks_of_box[0] for ranks_of_box in holder_ranks])
     return pattern
 
 
-def cut_shared_boxes(
+def split_shared_boxes(
     metas: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
 ) -> None:
     """Split replicated boxes into parts of about *limit* bytes."""
@@ -282,15 +282,23 @@ def cut_shared_boxes(
         if pattern.sole_holders is not None or id(pattern) in done:
             continue
         done.add(id(pattern))
-        entries = [*zip(pattern.boxes, pattern.ranks, pattern.places, pattern.parts, strict=True)]
-        pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
+        entries = [
+            *zip(
+                pattern.boxes,
+                pattern.ranks,
+                pattern.positions,
+                pattern.is_part_of_chunk,
+                strict=True,
+            )
+        ]
+        pattern.boxes, pattern.ranks, pattern.positions, pattern.is_part_of_chunk = [], [], [], []
         for box, holders, places, is_part in entries:
             is_shared = len(holders) > 1
             pieces = split_box(box, _count_bytes(box.sizes, meta), limit) if is_shared else [box]
             pattern.boxes += pieces
             pattern.ranks += [holders] * len(pieces)
-            pattern.places += [places] * len(pieces)
-            pattern.parts += [is_part or len(pieces) > 1] * len(pieces)
+            pattern.positions += [places] * len(pieces)
+            pattern.is_part_of_chunk += [is_part or len(pieces) > 1] * len(pieces)
 
 
 def choose_writers(
@@ -319,13 +327,13 @@ def choose_writers(
     chosen = iter(ranks_of_shared)
     writers = [
         pattern.sole_holders
-        or array("I", _iterate_writers(pattern, None if name in lowest else chosen))
+        or array("I", _iterate_box_writers(pattern, None if name in lowest else chosen))
         for name, pattern in zip(metas, patterns, strict=True)
     ]
     return writers, max(load) <= max(max_sole_load, EVEN_LOAD_RATIO * sum(load) / ranks)
 
 
-def _iterate_writers(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
+def _iterate_box_writers(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:
     for holders in pattern.ranks:
         yield holders[0] if len(holders) == 1 or chosen is None else next(chosen)
 
@@ -340,9 +348,9 @@ def list_written_chunks(
     parts: list[dict[int, Box]] = [{} for _ in starts]
     for tensor, (pattern, ranks) in enumerate(zip(patterns, writers, strict=True)):
         for index, rank in enumerate(ranks):
-            holders, places = pattern.ranks[index], pattern.places[index]
+            holders, places = pattern.ranks[index], pattern.positions[index]
             place = places[0] if len(holders) == 1 else places[holders.index(rank)]
-            if pattern.parts[index]:
+            if pattern.is_part_of_chunk[index]:
                 parts[rank][len(chunks[rank])] = pattern.boxes[index]
             chunks[rank].append(starts[rank][tensor] + place)
     return list(chunks), parts

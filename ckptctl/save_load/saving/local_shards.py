@@ -154,7 +154,7 @@ def pack_shards(shards: LocalShards) -> PackedShards:
 
 
 @dataclass(frozen=True, slots=True)
-class DividedValues:
+class AssignedValues:
     """Assignment of values to the ranks that write them."""
 
     # For each rank, the values that it writes and the names that they are written under.
@@ -165,9 +165,9 @@ class DividedValues:
     groups_by_rank: Sequence[bytes]  # for each rank, the group of each of its values, compressed
 
 
-def divide_values(
+def assign_values_to_ranks(
     packed_by_rank: Sequence[PackedShards], structures: Mapping[bytes, SharedStructure]
-) -> DividedValues:
+) -> AssignedValues:
     """Assign each value to the ranks that write it."""
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
@@ -202,7 +202,7 @@ def divide_values(
     }
     _require_unused_names(used_names, written)
     groups = _compute_groups(structures, differing_names)
-    return DividedValues(
+    return AssignedValues(
         written, paths, tensors, [groups[packed.identity] for packed in packed_by_rank]
     )
 

@@ -45,7 +45,7 @@ class RankItems:
     offset: Sequence[int]
     nbytes: Sequence[int]
 
-    def iterate_places(self) -> Iterator[tuple[str, int, int]]:
+    def iterate_positions(self) -> Iterator[tuple[str, int, int]]:
         """Yield the file, offset and size in bytes of each item."""
         return zip((self.files[n] for n in self.file), self.offset, self.nbytes, strict=True)
 
@@ -78,7 +78,7 @@ def lay_out_tensors(
     rank: int,
     shards: LocalShards,
     share: RankShare,
-    steps: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
     file_count: FileCount = lambda _: 1,
 ) -> TensorFiles:
     """Lay out the tensors of *rank* in its files.
@@ -87,7 +87,7 @@ def lay_out_tensors(
         rank: Rank that writes the files.
         shards: Shards in the rank's memory.
         share: Chunks that the rank writes.
-        steps: Strides of each chunk in memory, in elements.
+        strides: Strides of each chunk in memory, in elements.
         file_count: Function that returns the number of files for a number of bytes.
     """
     boxes = list(iterate_boxes(shards, share))
@@ -108,7 +108,7 @@ def lay_out_tensors(
                 writer.add_tensor(tensor, written_box.box)
                 chunk = shards.chunks[written_box.chunk]
                 transfers.append(
-                    _make_transfer(chunk, tensor, steps[written_box.chunk], written_box, writer)
+                    _make_transfer(chunk, tensor, strides[written_box.chunk], written_box, writer)
                 )
         writer.finish_file()
     plan = Plan(
@@ -170,7 +170,7 @@ def _make_transfer(
     return Transfer(chunk.name, StridedTensor.from_entry(entry), (target,))
 
 
-def add_values(
+def append_values(
     rank: int, files: TensorFiles, written_names: Mapping[str, str], values: Mapping[str, bytes]
 ) -> RankOutput:
     """Append the non-tensor values to the rank's first file."""
@@ -199,13 +199,13 @@ def lay_out_rank_files(
     rank: int,
     shards: LocalShards,
     share: RankShare,
-    steps: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
     values: Mapping[str, bytes],
     file_count: FileCount,
 ) -> RankOutput:
     """Lay out all files of *rank*, with tensors and values."""
-    files = lay_out_tensors(rank, shards, share, steps, file_count)
-    return add_values(rank, files, share.values, values)
+    files = lay_out_tensors(rank, shards, share, strides, file_count)
+    return append_values(rank, files, share.values, values)
 
 
 def make_tensor_metadata(
@@ -213,7 +213,7 @@ def make_tensor_metadata(
 ) -> EncodedTensorMetadata:
     """Encode the tensors of the global ``.metadata``, to which values are added later."""
     tensors, boxes = global_plan.tensors, global_plan.boxes
-    places = [rank_items.iterate_places() for rank_items in items]
+    places = [rank_items.iterate_positions() for rank_items in items]
 
     def locate_boxes(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[LocatedChunk]:
         for box, rank in zip(boxes, writers, strict=True):

@@ -24,7 +24,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.numerics.quantized import dequantize_catalog, find_quantized_tensors
-from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
+from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_by_name
 from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.paths import redact_path
@@ -32,13 +32,19 @@ from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
-from ckptctl.verbs.comparison.padded import without_padding
-from ckptctl.verbs.comparison.pairing import Pair, Pairing, Scope, map_other, pair_tensors
-from ckptctl.verbs.comparison.values import Windows, compare_leaves, has_equal_checksums
+from ckptctl.verbs.comparison.padded import remove_padding
+from ckptctl.verbs.comparison.pairing import (
+    Pair,
+    Pairing,
+    Selection,
+    map_to_first_layout,
+    pair_tensors,
+)
+from ckptctl.verbs.comparison.values import WindowComparer, compare_leaves, has_equal_checksums
 
 T = TypeVar("T")
-_OPTIONS = ("from", "weights", "tag", "root", "from-layout")
-_ELSEWHERE = {"from": "format", "from-layout": "layout"}
+_SIDE_OPTIONS = ("from", "weights", "tag", "root", "from-layout")
+_RENAMED_OPTIONS = {"from": "format", "from-layout": "layout"}
 
 
 @dataclass(slots=True)
@@ -82,11 +88,11 @@ def _compare_sources(
         dequantized=bool(options.dequantize),
     )
     with rename_options_in_messages(_build_option_names("b")):
-        mapping = map_other(first, second, request)
-    first, padding_read = without_padding(first, mapping)
-    scope = Scope(options.include, options.exclude, options.only)
+        mapping = map_to_first_layout(first, second, request)
+    first, padding_read = remove_padding(first, mapping)
+    scope = Selection(options.include, options.exclude, options.only)
     paired = pair_tensors(first, second, mapping, scope, trainer_names_a | trainer_names_b)
-    _require_something(paired, options)
+    _require_selection(paired, options)
     values = _ElementComparison()
     leaves: tuple[LeafDifference, ...] = ()
     if not options.structure:
@@ -153,7 +159,7 @@ class _SideSource:
 
 def _build_option_names(side: str) -> dict[str, str]:
     """Map options for one checkpoint to those of a side, such as ``--from`` to ``--format-a``."""
-    return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
+    return {f"--{name}": f"--{_RENAMED_OPTIONS.get(name, name)}-{side}" for name in _SIDE_OPTIONS}
 
 
 def _open_both(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
@@ -212,10 +218,12 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     return unpacked_catalog, frozenset(name for names in trainer_names for name in names)
 
 
-def _require_something(paired: Pairing, options: DiffOptions) -> None:
+def _require_selection(paired: Pairing, options: DiffOptions) -> None:
     """Raise if globs select nothing, since the checkpoints would seem equal."""
-    alone = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
-    if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
+    unpaired_names = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
+    if (options.include or options.exclude) and not (
+        paired.pairs or paired.leaves or unpaired_names
+    ):
         raise MappingError(
             "nothing to compare",
             why=f"{format_option('--include')} and {format_option('--exclude')} select no key",
@@ -250,22 +258,22 @@ def _compare_values(
         tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
     bitwise = not has_torch()
     if bitwise:
-        _require_bits(remaining, tolerance)
+        _require_bitwise_comparable(remaining, tolerance)
     with progress(total) as advance:
-        windows = Windows(keep_names(located_a), mapping, options.jobs or 0, bitwise)
-        errors = windows.compare_elements(remaining, tolerance, advance)
+        comparer = WindowComparer(map_by_name(located_a), mapping, options.jobs or 0, bitwise)
+        errors = comparer.compare_elements(remaining, tolerance, advance)
     with open_catalog_reader(located_b) as files:  # data of B that A's layout cannot store
-        lost = dict.fromkeys(
+        lost_keys = dict.fromkeys(
             pair.part.key for pair in find_lost_data(files, located_b, mapping.redundant)
         )
         lost_read = files.bytes_read
-    read_a, read_b = windows.bytes_read
+    read_a, read_b = comparer.bytes_read
     return _ElementComparison(
-        errors, len(matching), (read_a, read_b + lost_read), tuple(lost), bitwise
+        errors, len(matching), (read_a, read_b + lost_read), tuple(lost_keys), bitwise
     )
 
 
-def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
+def _require_bitwise_comparable(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     """Require torch if comparing bits could report equal numbers as different."""
     instead = f"{format_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:

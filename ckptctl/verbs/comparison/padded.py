@@ -20,7 +20,7 @@ from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.units import pluralize
 
 
-def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
+def remove_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     """Remove the padding rows of *a*'s vocabulary, and add a note to *mapping*.
 
     Rows with data are only padding if the trainer's arguments say so.
@@ -28,19 +28,19 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     Returns:
         *a* without padding, and the number of bytes read to detect it.
     """
-    longer = dict(_iterate_longer(a, mapping))
-    rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
+    unpadded_sizes = dict(_iterate_padded_tensors(a, mapping))
+    rows = {(a.tensors[name].shape[0], size) for name, size in unpadded_sizes.items()}
     if len(rows) != 1:
         return a, 0
     ((padded_rows, size),) = rows
-    vocabulary = {name: a.tensors[name] for name in longer}
+    vocabulary = {name: a.tensors[name] for name in unpadded_sizes}
     located = formats.resolve_codecs(replace(a, tensors=vocabulary, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
     if not MegatronRecords(a).confirms_padding(padded_rows, size):
         parts = (
             Region(name, (size, *(0,) * len(shape)), (padded_rows - size, *shape))
-            for name in longer
+            for name in unpadded_sizes
             for shape in [a.tensors[name].shape[1:]]
         )
         with open_catalog_reader(a) as files:
@@ -53,14 +53,14 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
         name: build_view(
             a.tensors[name], StridedTensor.from_entry(a.tensors[name]).narrow(0, 0, size)
         )
-        for name in longer
+        for name in unpadded_sizes
     }
     omitted = pluralize(padded_rows - size, "row")
     mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
     return replace(a, tensors={**a.tensors, **truncated}), bytes_read
 
 
-def _iterate_longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
+def _iterate_padded_tensors(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     """Yield vocabulary tensors with more rows in A than in B, and the number of rows in B."""
     written = formats.get_format(a.format)
     pads = isinstance(written, WritableFormat) and written.pads_vocabulary

@@ -22,18 +22,18 @@ from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
     StateMapping,
     map_state,
-    move_name,
+    replace_prefix,
 )
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.verbs.comparison.diff_result import Side
 
-OUTSIDE = "not part of the model"
-NO_ROOM = "no key in layout {}"
+OUTSIDE_MODEL = "not part of the model"
+NO_KEY = "no key in layout {}"
 NOT_SELECTED = "not selected"
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class Selection:
     """Names to compare, selected by globs. An empty *include* selects all."""
 
     include: Sequence[str] = ()
@@ -45,7 +45,7 @@ class Scope:
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
-    def require_used(self, names: Collection[str]) -> None:
+    def require_matches(self, names: Collection[str]) -> None:
         """Raise if a glob matches nothing."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
@@ -78,7 +78,7 @@ class Pairing:
     b: Side
 
 
-def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
+def map_to_first_layout(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     """Map *b* to the layout of *a*, completely if possible.
 
     If only *a* has a configuration, the sizes in it apply to both. The model type may also come
@@ -117,41 +117,49 @@ def _map_best(b: Catalog, state: Mapping[str, TensorMeta], request: MappingReque
 
 
 def pair_tensors(
-    a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope, trainers: Collection[str] = ()
+    a: Catalog,
+    b: Catalog,
+    mapping: StateMapping,
+    scope: Selection,
+    trainer_names: Collection[str] = (),
 ) -> Pairing:
     """Pair the tensors and values of both checkpoints, or raise if a glob matches nothing.
 
-    *trainers* are names of tensors inside trainer state, which do not belong to the model.
+    *trainer_names* are names of tensors inside trainer state, which do not belong to the model.
     """
     names_b = _map_names(b, mapping)
     names_a = {name: [name] for name in (*a.tensors, *a.blobs)}
-    scope.require_used({*names_a, *(name for names in names_b.values() for name in names)})
-    left_a = _list_left_out(a, mapping.prefix, b, scope, names_a, trainers)
-    left_b = _list_left_out(b, mapping.root, a, scope, names_b, trainers)
-    left_b |= mapping.notes.get_reasons("dropped")
-    pairs = tuple(_iterate_pairs(a, b, mapping, left_a))
-    leaves = ((move_name(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
-    value_pairs = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
+    scope.require_matches({*names_a, *(name for names in names_b.values() for name in names)})
+    left_out_a = _explain_left_out(a, mapping.prefix, b, scope, names_a, trainer_names)
+    left_out_b = _explain_left_out(b, mapping.root, a, scope, names_b, trainer_names)
+    left_out_b |= mapping.notes.get_reasons("dropped")
+    pairs = tuple(_iterate_pairs(a, b, mapping, left_out_a))
+    leaves = (
+        (replace_prefix(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_out_b
+    )
+    value_pairs = tuple(
+        names for names in leaves if names[0] in a.blobs and names[0] not in left_out_a
+    )
     used_a = {
         *(matched.entry.name for matched in pairs),
         *(name for name, _ in value_pairs),
-        *left_a,
+        *left_out_a,
     }
     used_b = {
         *(n for matched in pairs for n in matched.sources),
         *(name for _, name in value_pairs),
-        *left_b,
+        *left_out_b,
     }
     return Pairing(
         pairs,
         value_pairs,
-        _build_side(a, mapping.layout, used_a, left_a),
-        _build_side(b, mapping.from_layout, used_b, left_b),
+        _build_side(a, mapping.layout, used_a, left_out_a),
+        _build_side(b, mapping.from_layout, used_b, left_out_b),
     )
 
 
 def _build_side(
-    catalog: Catalog, layout: str | None, used_names: Collection[str], left: Mapping[str, str]
+    catalog: Catalog, layout: str | None, used_names: Collection[str], left_out: Mapping[str, str]
 ) -> Side:
     """Describe one side, which alone has the names that are not in *used_names*."""
     return Side(
@@ -160,17 +168,17 @@ def _build_side(
         layout,
         tuple(name for name in catalog.tensors if name not in used_names),
         tuple(name for name in catalog.blobs if name not in used_names),
-        left,
+        left_out,
     )
 
 
 def _iterate_pairs(
-    a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]
+    a: Catalog, b: Catalog, mapping: StateMapping, left_out: Collection[str]
 ) -> Iterator[Pair]:
-    """Yield the pairs of tensors of A, except *left*, that B has completely."""
+    """Yield the pairs of tensors of A, except *left_out*, that B has completely."""
     for name, entry in a.tensors.items():
         composed = mapping.tensors.get(name)
-        if composed is None or name in left or not composed.is_covered:
+        if composed is None or name in left_out or not composed.is_covered:
             continue
         sources = tuple(key for key in composed.keys if key in b.tensors)
         dtypes = sorted({mapping.catalog.tensors[key].dtype for key in composed.keys})
@@ -184,28 +192,30 @@ def _map_names(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
         for key in composed.keys:
             names_in_a.setdefault(key, []).append(composed.key)
     names = (*b.tensors, *b.blobs)
-    return {n: names_in_a.get(n) or [move_name(n, mapping.root, mapping.prefix)] for n in names}
+    return {
+        n: names_in_a.get(n) or [replace_prefix(n, mapping.root, mapping.prefix)] for n in names
+    }
 
 
-def _list_left_out(
+def _explain_left_out(
     catalog: Catalog,
     root: str,
     other_catalog: Catalog,
-    scope: Scope,
+    scope: Selection,
     names_on_other: Mapping[str, Sequence[str]],
-    trainers: Collection[str],
+    trainer_names: Collection[str],
 ) -> dict[str, str]:
     """Return the names that are not compared, with reasons."""
     names = (*catalog.tensors, *catalog.blobs)
-    other_names = {*select_model(catalog, root).rest, *trainers}
+    outside_names = {*select_model(catalog, root).rest, *trainer_names}
     reasons: dict[str, str] = {}
     if scope.only == "model":
-        reasons = {name: OUTSIDE for name in names if name in other_names}
+        reasons = {name: OUTSIDE_MODEL for name in names if name in outside_names}
     elif formats.get_format(catalog.format).training and not stores_training_state(
         other_catalog.format
     ):
-        why = NO_ROOM.format(other_catalog.format)
-        reasons = {n: why for n in names if n in trainers or is_outside_model(catalog, n)}
+        why = NO_KEY.format(other_catalog.format)
+        reasons = {n: why for n in names if n in trainer_names or is_outside_model(catalog, n)}
     for name in names:
         if name not in reasons and not any(map(scope.is_selected, names_on_other[name])):
             reasons[name] = NOT_SELECTED

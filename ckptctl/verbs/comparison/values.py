@@ -22,9 +22,9 @@ from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair
 
-WINDOW = 1 << 20
+WINDOW_ELEMENTS = 1 << 20
 """Number of elements per window."""
-BATCH = 16 << 20
+BATCH_BYTES = 16 << 20
 """Bytes that are read from each side at a time."""
 MAX_WINDOWS = 256
 """Maximum number of windows that are read at a time."""
@@ -32,7 +32,7 @@ PlannedReading = tuple[Plan, list[bytearray]]
 """Plan and the buffers that it fills."""
 
 
-class WindowBuffers:
+class BufferPool:
     """Pool of buffers by size, because allocating new pages is slower than reading."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class WindowBuffers:
 
     def take_buffers(self, boxes: Sequence[RequestedBox]) -> list[bytearray]:
         """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
-        sizes = [wanted.box.numel * dtypes.get_itemsize(wanted.dtype) for wanted in boxes]
+        sizes = [requested.box.numel * dtypes.get_itemsize(requested.dtype) for requested in boxes]
         free, self._free = self._free, {}
         buffers = [free[size].pop() if free.get(size) else None for size in sizes]
         del free
@@ -74,7 +74,7 @@ def _map_checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 
 @dataclass(slots=True)
-class Windows:
+class WindowComparer:
     """Comparison of two checkpoints with known byte offsets, window by window.
 
     Attributes:
@@ -92,8 +92,8 @@ class Windows:
     bitwise: bool = False
     identities: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     bytes_read: tuple[int, int] = (0, 0)
-    _buffers: tuple[WindowBuffers, WindowBuffers] = field(
-        default_factory=lambda: (WindowBuffers(), WindowBuffers())
+    _buffers: tuple[BufferPool, BufferPool] = field(
+        default_factory=lambda: (BufferPool(), BufferPool())
     )
 
     def compare_elements(
@@ -133,13 +133,15 @@ class Windows:
     def _plan_batch(
         self, batch: Sequence[tuple[Pair, Box]]
     ) -> tuple[PlannedReading, PlannedReading]:
-        x = [RequestedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
-        y = [RequestedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
+        boxes_a = [
+            RequestedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch
+        ]
+        boxes_b = [RequestedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
         first, second = self._buffers
         reading_a, reading_b = PreparedRead(self.a, {}), PreparedRead(self.b, {})
-        return (reading_a.plan_boxes(x), first.take_buffers(x)), (
-            reading_b.plan_boxes(y),
-            second.take_buffers(y),
+        return (reading_a.plan_boxes(boxes_a), first.take_buffers(boxes_a)), (
+            reading_b.plan_boxes(boxes_b),
+            second.take_buffers(boxes_b),
         )
 
     def _fill_buffers(self, plan: Plan, buffers: list[bytearray]) -> int:
@@ -155,10 +157,10 @@ def _iterate_batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
     nbytes = 0
     for pair in pairs:
         itemsize = max(dtypes.get_itemsize(pair.entry.dtype), dtypes.get_itemsize(pair.dtype))
-        for box in split_into_boxes(pair.entry.shape, WINDOW):
+        for box in split_into_boxes(pair.entry.shape, WINDOW_ELEMENTS):
             batch.append((pair, box))
             nbytes += box.numel * itemsize
-            if nbytes >= BATCH or len(batch) >= MAX_WINDOWS:
+            if nbytes >= BATCH_BYTES or len(batch) >= MAX_WINDOWS:
                 yield batch
                 batch, nbytes = [], 0
     if batch:

@@ -40,10 +40,10 @@ from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.mapped_source import open_mapped_source
 from ckptctl.verbs.extraction.slices import parse_slice, preview_slice, split_name
 from ckptctl.verbs.extraction.tensor_files import (
-    OVERWRITABLE,
+    REPLACEABLE_TENSOR_FILE,
     SelectedTensor,
-    plan_file,
-    write_file,
+    plan_tensor_file,
+    write_tensor_file,
 )
 
 
@@ -80,7 +80,7 @@ class Extraction(Result):
 
 
 __all__ = ["ExtractOptions", "Extraction", "extract_tensors"]
-MAX_SHOWN = 8
+MAX_PREVIEWS = 8
 """Maximum number of tensors with a preview."""
 
 
@@ -106,15 +106,17 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         if options.output is None:
             return _preview_tensors(redact_path(path), reading, selection)
         output = Path(options.output)
-        target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
+        target = Path(
+            require_destination(source, output, options.overwrite, REPLACEABLE_TENSOR_FILE).path
+        )
         kind = formats.get_writable_format("hf" if target.suffix == ".safetensors" else "torch")
         notes = mapping.notes
         strings = select_metadata(catalog, [selected.output for selected in selection], kind, notes)
-        plan = plan_file(reading, selection, target, remove_hashes(strings, notes))
+        plan = plan_tensor_file(reading, selection, target, remove_hashes(strings, notes))
         if skipped := notes.get_reasons("skipped"):
             notes.add(f"not copied: {quote_names(list(skipped))}")
         require_packages_for(plan, "this extraction")
-        execution = write_file(plan, target, options)
+        execution = write_tensor_file(plan, target, options)
         extracted = tuple(_describe_tensor(reading, selected) for selected in selection)
         return Extraction(
             redact_path(path),
@@ -142,7 +144,7 @@ def _select_tensors(
             )
         name, part = tensor, options.slice
     selection = []
-    for key in _match_names(mapping, name, options):
+    for key in _find_matching_names(mapping, name, options):
         shape = tensors[key].shape
         dtype = mapping.catalog.tensors[tensors[key].sources[0].key].dtype
         selection.append(
@@ -155,9 +157,9 @@ def _select_tensors(
 
 def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[str]:
     """Yield a note if a slice exceeds the tensor."""
-    truncated = [selected for selected in selection if selected.selection.short]
+    truncated = [selected for selected in selection if selected.selection.truncated_dims]
     if truncated:
-        first, dim = truncated[0], truncated[0].selection.short[0]
+        first, dim = truncated[0], truncated[0].selection.truncated_dims[0]
         nothing = first.selection.box.sizes[dim] == 0
         yield (
             f"the slice of `{first.name}` {'is empty' if nothing else 'is truncated'}: "
@@ -166,7 +168,7 @@ def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[s
         )
 
 
-def _match_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
+def _find_matching_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
     """Return the tensors that match a name or glob, with or without the model's prefix."""
     names = mapping.tensors
     prefixes: Sequence[str] = ("", *list_possible_roots(mapping.catalog))
@@ -179,7 +181,7 @@ def _match_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> l
         matches = [name for name in names if fnmatchcase(name, root + glob)]
         if matches:
             return matches
-    raise no_tensor_error(mapping.catalog, list(names), glob, options)
+    raise no_matching_tensor_error(mapping.catalog, list(names), glob, options)
 
 
 def _preview_tensors(
@@ -188,7 +190,7 @@ def _preview_tensors(
     extracted, read = [], 0
     for selected in selection:
         text = None
-        if len(selection) <= MAX_SHOWN:
+        if len(selection) <= MAX_PREVIEWS:
             text, nbytes = preview_slice(
                 reading, selected.name, selected.selection, selected.full_shape, selected.dtype
             )
@@ -210,7 +212,7 @@ def _describe_tensor(reading: PreparedRead, selected: SelectedTensor) -> Extract
     )
 
 
-def no_tensor_error(
+def no_matching_tensor_error(
     catalog: Catalog, names: Collection[str], requested_name: str, options: ExtractOptions
 ) -> MappingError:
     """Build the error for a name or glob without a match."""

@@ -11,9 +11,9 @@ from ckptctl.numerics.quantized import dequantize_catalog, dequantize_hint_on_er
 from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
     StateMapping,
-    keep_names,
+    map_by_name,
     map_model,
-    understand_source,
+    recognize_source_model,
 )
 from ckptctl.tree import TreePath
 from ckptctl.verbs.extraction.extract_options import OpenOptions
@@ -25,12 +25,12 @@ def open_mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog,
     if options.dequantize:
         catalog = dequantize_catalog(catalog, options.dequantize)
     if options.layout is None:
-        return catalog, keep_names(catalog)
+        return catalog, map_by_name(catalog)
     model_request = ModelRequest(
         options.model_type, options.from_layout, options.root, options.sizes
     )
     request = MappingRequest(source=model_request, dequantized=bool(options.dequantize))
-    model = understand_source(catalog, request)
+    model = recognize_source_model(catalog, request)
     with dequantize_hint_on_error(model):
         change = change_layout_checked(model, model.tensors, LayoutRequest(options.layout))
     return catalog, map_model(model, change)

@@ -24,8 +24,10 @@ from ckptctl.storage.arithmetic import (
 from ckptctl.storage.computed import require_packages_for
 from ckptctl.units import pluralize
 
-SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
-PART = re.compile(r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<stop>-?\d++)?)\s*+")
+NAME_WITH_SLICE = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
+SLICE_PART = re.compile(
+    r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<stop>-?\d++)?)\s*+"
+)
 
 
 Part = str | SupportsIndex | slice | EllipsisType
@@ -42,14 +44,14 @@ class Slice:
 
     box: Box
     shape: tuple[int, ...]  # without dimensions that were indexed
-    dropped: tuple[int, ...] = ()  # dimensions that were indexed
+    indexed_dims: tuple[int, ...] = ()  # dimensions that were indexed
     # Dimensions where the slice is truncated or empty.
-    short: tuple[int, ...] = ()
+    truncated_dims: tuple[int, ...] = ()
 
 
 def split_name(text: str) -> tuple[str, str | None]:
     """Split text into a name or glob, and the slice after it or None."""
-    match = SUFFIX.fullmatch(text)
+    match = NAME_WITH_SLICE.fullmatch(text)
     return (match["name"], match["slice"]) if match else (text, None)
 
 
@@ -66,30 +68,34 @@ def apply_slice(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Sli
     spans = [_resolve_part(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
     return Slice(
         Box(tuple(span.start for span in spans), tuple(span.size for span in spans)),
-        tuple(span.size for span in spans if span.stays),
-        tuple(dim for dim, span in enumerate(spans) if not span.stays),
-        tuple(dim for dim, span in enumerate(spans) if span.short),
+        tuple(span.size for span in spans if span.keeps_dim),
+        tuple(dim for dim, span in enumerate(spans) if not span.keeps_dim),
+        tuple(dim for dim, span in enumerate(spans) if span.is_truncated),
     )
 
 
 def _expand_parts(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
     """Return one part per dimension, with ``...`` expanded."""
-    gaps = [place for place, part in enumerate(parts) if part is ...]
-    if len(gaps) > 1 or len(parts) - len(gaps) > dims:
+    ellipses = [place for place, part in enumerate(parts) if part is ...]
+    if len(ellipses) > 1 or len(parts) - len(ellipses) > dims:
         raise UsageError(
             "too many indices for the tensor",
             where=f"`{name}`",
             why=f"it has {pluralize(dims, 'dimension')}",
         )
-    at = gaps[0] if gaps else len(parts)
-    return [*parts[:at], *[slice(None)] * (dims - len(parts) + len(gaps)), *parts[at + 1 :]]
+    ellipsis_index = ellipses[0] if ellipses else len(parts)
+    return [
+        *parts[:ellipsis_index],
+        *[slice(None)] * (dims - len(parts) + len(ellipses)),
+        *parts[ellipsis_index + 1 :],
+    ]
 
 
 class _Span(NamedTuple):
     start: int
     size: int
-    stays: bool = True
-    short: bool = False
+    keeps_dim: bool = True
+    is_truncated: bool = False
 
 
 def _resolve_part(part: Part, size: int, dim: int, name: str) -> _Span:
@@ -98,8 +104,10 @@ def _resolve_part(part: Part, size: int, dim: int, name: str) -> _Span:
     if isinstance(parsed, slice) and parsed.step in (None, 1):
         first, last, _ = parsed.indices(size)
         bounds = (bound for bound in (parsed.start, parsed.stop) if bound is not None)
-        short = any(not -size <= bound <= size for bound in bounds)
-        return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
+        exceeds_bounds = any(not -size <= bound <= size for bound in bounds)
+        return _Span(
+            first, max(0, last - first), is_truncated=exceeds_bounds or (last <= first and size > 0)
+        )
     if not isinstance(parsed, SupportsIndex) or isinstance(parsed, bool):
         raise UsageError(
             f"`{part}` is not a slice",
@@ -113,12 +121,12 @@ def _resolve_part(part: Part, size: int, dim: int, name: str) -> _Span:
             f"index {position} is out of bounds for dimension {dim} with size {size}",
             where=f"`{name}`",
         )
-    return _Span(position % size, 1, stays=False)
+    return _Span(position % size, 1, keeps_dim=False)
 
 
 def _parse_part(text: str) -> SupportsIndex | slice | None:
     """Parse an index or start:stop, or return None."""
-    match = PART.fullmatch(text)
+    match = SLICE_PART.fullmatch(text)
     if match is None:
         return None
     if match["index"] is not None:
@@ -130,7 +138,7 @@ def _parse_part(text: str) -> SupportsIndex | slice | None:
 
 EDGE_VALUES = 3
 """Shown values at each end of the last two dimensions; other dimensions show one."""
-GAP = -1
+OMITTED = -1
 """Position of omitted values."""
 
 
@@ -159,7 +167,9 @@ def preview_slice(
     for box, buffer in zip(boxes, buffers, strict=True):
         spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
         values |= zip(product(*spans), decode_numbers(buffer, dtype), strict=True)
-    text = _format_values(values, [_list_places(spans) for spans in edges], selection.dropped)
+    text = _format_values(
+        values, [_list_shown_positions(spans) for spans in edges], selection.indexed_dims
+    )
     return text, sum(map(len, buffers))
 
 
@@ -167,13 +177,13 @@ def _list_edges(size: int, edge: int) -> list[tuple[int, int]]:
     return [(0, size)] if size <= 2 * edge else [(0, edge), (size - edge, edge)]
 
 
-def _list_places(spans: list[tuple[int, int]]) -> list[int]:
+def _list_shown_positions(spans: list[tuple[int, int]]) -> list[int]:
     first, *rest = ([*range(start, start + size)] for start, size in spans)
-    return [*first, *(place for span in rest for place in (GAP, *span))]
+    return [*first, *(place for span in rest for place in (OMITTED, *span))]
 
 
-def _shift_box(box: Box, inside: Box) -> Box:
-    pairs = zip(box.offsets, inside.offsets, strict=True)
+def _shift_box(box: Box, outer_box: Box) -> Box:
+    pairs = zip(box.offsets, outer_box.offsets, strict=True)
     return Box(tuple(a + b for a, b in pairs), box.sizes)
 
 
@@ -190,7 +200,7 @@ def _format_values(
             return format_level((*index, 0), depth)
         last = all(later in hidden for later in range(dim + 1, len(places)))
         cells = [
-            "..." if place == GAP else format_level((*index, place), depth + 1)
+            "..." if place == OMITTED else format_level((*index, place), depth + 1)
             for place in places[dim]
         ]
         return f"[{(' ' if last else chr(10) + ' ' * (depth + 1)).join(cells)}]"

@@ -31,7 +31,7 @@ from ckptctl.units import pluralize
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.slices import Slice
 
-MAGIC = b"\x93NUMPY\x01\x00"
+NPY_MAGIC = b"\x93NUMPY\x01\x00"
 ALIGNMENT = 64
 NUMPY_DTYPES = {
     "float64": "<f8",
@@ -51,7 +51,7 @@ NUMPY_DTYPES = {
 }
 
 
-def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
+def encode_npy_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
     """Encode the NumPy header of a row-major array."""
     numpy_dtype = NUMPY_DTYPES.get(dtype)
     if numpy_dtype is None:
@@ -62,9 +62,9 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
             "file",
         )
     text = f"{{'descr': {numpy_dtype!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-    header_bytes = len(MAGIC) + 2 + len(text) + 1
+    header_bytes = len(NPY_MAGIC) + 2 + len(text) + 1
     text += " " * (-header_bytes % ALIGNMENT) + "\n"
-    return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
+    return NPY_MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 
 def is_tensor_file(path: TreePath) -> bool:
@@ -72,10 +72,10 @@ def is_tensor_file(path: TreePath) -> bool:
     if not path.is_file() or path.suffix not in LAYOUTS_BY_SUFFIX:
         return False
     with path.open("rb") as file:
-        return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or is_replaceable(path)
+        return bool(file.read(len(NPY_MAGIC) - 2) == NPY_MAGIC[:-2]) or is_replaceable(path)
 
 
-OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", is_file=True)
+REPLACEABLE_TENSOR_FILE = Replaceable(is_tensor_file, "a file of tensors", is_file=True)
 
 
 def _lay_out_safetensors(
@@ -98,7 +98,7 @@ def _lay_out_npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -
             hint="select one tensor, or write a .safetensors or .pt file",
         )
     tensor = tensors[0]
-    header = encode_header(tensor.dtype, tensor.shape, tensor.name)
+    header = encode_npy_header(tensor.dtype, tensor.shape, tensor.name)
     record = Record(tensor.name, file, len(header), tensor.nbytes)
     output_file = OutputFile(file, len(header) + tensor.nbytes, make_constant_frame(header))
     return OutputLayout(
@@ -130,34 +130,34 @@ class SelectedTensor:
         return OutputTensor(self.name, self.dtype, self.selection.shape, (self.name,))
 
 
-def plan_file(
+def plan_tensor_file(
     reading: PreparedRead,
     selection: Sequence[SelectedTensor],
     target: Path,
     metadata: Mapping[str, str],
 ) -> Plan:
     """Plan a file of the extracted tensors."""
-    kind = LAYOUTS_BY_SUFFIX.get(target.suffix)
-    if kind is None:
+    lay_out = LAYOUTS_BY_SUFFIX.get(target.suffix)
+    if lay_out is None:
         raise UsageError(
             f"unknown file extension: `{target.name}`",
             why=f"supported extensions: {', '.join(LAYOUTS_BY_SUFFIX)}",
         )
-    output = kind(target.name, [selected.output for selected in selection], metadata)
-    parts = {selected.name: selected.selection.box for selected in selection}
+    output = lay_out(target.name, [selected.output for selected in selection], metadata)
+    selected_boxes = {selected.name: selected.selection.box for selected in selection}
     boxes = {
-        name: tuple(place._replace(box=parts[name]) for place in places)
+        name: tuple(place._replace(box=selected_boxes[name]) for place in places)
         for name, places in output.boxes.items()
     }
-    kinds = {selected.name: selected.dtype for selected in selection}
-    return reading.plan_file(target, replace(output, boxes=boxes), kinds)
+    dtypes_by_name = {selected.name: selected.dtype for selected in selection}
+    return reading.plan_file(target, replace(output, boxes=boxes), dtypes_by_name)
 
 
-def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
+def write_tensor_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
     """Write the planned file and publish it atomically."""
     execution_options = ExecutionOptions(jobs=options.jobs or 0)
     with stage_output(
-        target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
+        target, overwrite=options.overwrite, single_file=True, is_checkpoint=REPLACEABLE_TENSOR_FILE
     ) as stage:
         require_space(stage.data, plan.nbytes)
         execution = execute_plan(plan, stage.data, execution_options, lambda _: None)

@@ -48,9 +48,14 @@ from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, RunMember, TensorInfo
-from ckptctl.verbs.statistics import BINS, Statistics, map_in_parallel, measure_tensor
+from ckptctl.verbs.statistics import (
+    DEFAULT_BINS,
+    Statistics,
+    map_tensors_in_parallel,
+    measure_tensor,
+)
 from ckptctl.verbs.verification.model_check import check_model
-from ckptctl.verbs.verification.structure import check_index, is_about_unread
+from ckptctl.verbs.verification.structure import check_index, is_about_unreadable_tensor
 from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, strip_structure_claim
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ def inspect_checkpoint(
         # The checksums of the manifest are not shown, so it is not read.
         read = partial(open_source, path, options, manifest=None)
         try:
-            catalog = _open_readable(read)
+            catalog = _open_readable_part(read)
         except (FormatError, DamagedError, UnsupportedError) as error:
             has_explicit_source = options.format or options.weights or options.tag
             recognized = isinstance(error, DamagedError | UnsupportedError)
@@ -87,16 +92,16 @@ def inspect_checkpoint(
             if inspection is None:
                 raise
             given_options = {"--stats": options.stats, "--include": options.include}
-            require_single(
+            require_single_checkpoint(
                 inspection, [name for name, is_given in given_options.items() if is_given]
             )
             return inspection
-        measured = _measure_catalog(catalog, options.include, progress) if options.stats else {}
-        inspection = describe_catalog(redact_path(path), catalog, measured, options.model_type)
+        statistics = _measure_catalog(catalog, options.include, progress) if options.stats else {}
+        inspection = describe_catalog(redact_path(path), catalog, statistics, options.model_type)
         return replace(inspection, values=read_short_values(catalog))
 
 
-def _open_readable(read: Callable[..., Catalog]) -> Catalog:
+def _open_readable_part(read: Callable[..., Catalog]) -> Catalog:
     """Open a checkpoint, or the readable part of one that is not complete."""
     try:
         return read()
@@ -150,7 +155,7 @@ def describe_run(path: str | TreePath) -> Inspection | None:
     return Inspection.from_members(redact_path(path), tuple(members), run)
 
 
-def require_single(inspection: Inspection, options: Sequence[str]) -> None:
+def require_single_checkpoint(inspection: Inspection, options: Sequence[str]) -> None:
     """Raise if options that need one checkpoint are used for a folder of several."""
     if inspection.checkpoints and options:
         raise UsageError(
@@ -180,12 +185,12 @@ def list_index_findings(catalog: Catalog) -> list[Finding]:
     return [finding for finding in findings if finding.severity != "warning"]
 
 
-def _map_problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
+def _get_problems_by_text(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
     """Map texts to findings, except findings about unreadable tensors, which become notes."""
     return {
         _format_finding(finding): finding
         for finding in findings
-        if not is_about_unread(finding, catalog)
+        if not is_about_unreadable_tensor(finding, catalog)
     }
 
 
@@ -233,12 +238,12 @@ def describe_catalog(
             *_iterate_unread_notes(catalog),
             *(notes.get_texts() if complete else strip_structure_claim(notes.get_texts())),
             *(_format_finding(finding) for finding in findings if finding.severity == "warning"),
-            *_iterate_fit_notes(model, model_type),
+            *_iterate_model_notes(model, model_type),
         ),
     )
 
 
-def _iterate_fit_notes(model: Model, model_type: str | None) -> Iterable[str]:
+def _iterate_model_notes(model: Model, model_type: str | None) -> Iterable[str]:
     """Yield notes about the locations of models and keys that the model type does not have."""
     if model.inner_models:
         yield describe_model_locations(model)
@@ -255,7 +260,7 @@ def describe_contents(
 ) -> Inspection:
     """Describe the contents of *catalog* without recognizing the model."""
     quantized, index_problems = survey_leniently(catalog), list_index_findings(catalog)
-    problems = _map_problems(index_problems, catalog)
+    problems = _get_problems_by_text(index_problems, catalog)
     notes = [*catalog.notes, *_iterate_unread_notes(catalog)]
     if catalog.others and catalog.path.is_dir():
         notes.append(f"other files in this folder: {quote_names(list(catalog.others))}")
@@ -326,7 +331,7 @@ def _measure_catalog(
         entry for name, entry in catalog.tensors.items() if name in names and not entry.unsupported
     ]
     with open_catalog_reader(catalog) as files:
-        return measure_tensors(files, entries, progress, BINS)
+        return measure_tensors(files, entries, progress, DEFAULT_BINS)
 
 
 def measure_tensors(
@@ -334,7 +339,7 @@ def measure_tensors(
     entries: Sequence[TensorEntry],
     progress: StartProgress,
     bins: int,
-    failed: Callable[[CkptError, TensorEntry], None] | None = None,
+    on_error: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
     """Measure the statistics of *entries* by name, which imports torch.
 
@@ -346,19 +351,19 @@ def measure_tensors(
         entries: Tensors, whose extents must have codec ``raw``.
         progress: Receives the number of bytes to read.
         bins: Number of bins of the histograms.
-        failed: Receives the error and its tensor, which is then skipped. None raises the error.
+        on_error: Receives the error and its tensor, which is then skipped. None raises the error.
     """
     sizes = [READS_PER_TENSOR * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     measure_entry = partial(measure_tensor, files, bins=bins)
     statistics_by_name: dict[str, Statistics] = {}
     with progress(sum(sizes)) as advance:
-        for entry, statistics in map_in_parallel(entries, sizes, measure_entry, advance):
+        for entry, statistics in map_tensors_in_parallel(entries, sizes, measure_entry, advance):
             if not isinstance(statistics, CkptError):
                 statistics_by_name |= {entry.name: statistics} if statistics else {}
-            elif failed is None:
+            elif on_error is None:
                 raise statistics
             else:
-                failed(statistics, entry)
+                on_error(statistics, entry)
     return statistics_by_name
 
 
@@ -371,6 +376,6 @@ def _describe_member(path: TreePath, parent: str | TreePath) -> RunMember:
         verdict = decide_verdict([finding_from_error(error)])
         return RunMember(shown, None, 0, 0, (error.summary,), verdict, failed)
     findings = list_index_findings(catalog)
-    problems = tuple(_map_problems(findings, catalog))
+    problems = tuple(_get_problems_by_text(findings, catalog))
     size = len(catalog.tensors), catalog.nbytes
     return RunMember(shown, catalog.format, *size, problems, decide_verdict(findings))

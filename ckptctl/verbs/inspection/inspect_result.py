@@ -61,7 +61,7 @@ class FileSize:
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
-def list_files(files: Mapping[str, int]) -> list[FileSize]:
+def list_file_sizes(files: Mapping[str, int]) -> list[FileSize]:
     """List files in natural order."""
     return [FileSize(name, files[name]) for name in sort_naturally(files)]
 
@@ -117,7 +117,7 @@ class Inspection(
         field(default_factory=dict)
     )
     files: Annotated[
-        Mapping[str, int], JsonField("data files, in natural order", to=list_files)
+        Mapping[str, int], JsonField("data files, in natural order", to=list_file_sizes)
     ] = field(default_factory=dict)
     problems: Annotated[
         tuple[str, ...], JsonField("reasons why the checkpoint is not complete")
@@ -143,7 +143,8 @@ class Inspection(
         ),
     ] = field(default_factory=dict)
     assets: Annotated[
-        Mapping[str, int], JsonField("sidecar files: configuration, tokenizer, ...", to=list_files)
+        Mapping[str, int],
+        JsonField("sidecar files: configuration, tokenizer, ...", to=list_file_sizes),
     ] = field(default_factory=dict)
     metadata: Annotated[
         Mapping[str, str],

@@ -70,9 +70,9 @@ if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
 
 NOT_LINEAR = "it is not a linear layer"
-FRESH = "hf-fresh"
-NESTED = ".base_layer"
-GENERATING = ("ForCausalLM", "ForConditionalGeneration")
+FRESH_LAYOUT = "hf-fresh"
+NESTED_SUFFIX = ".base_layer"
+GENERATIVE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def extract_lora(
@@ -118,18 +118,18 @@ class LoraExtractor:
             )
         if self.target.is_upload:
             raise UsageError("cannot write an adapter to a URL", where=str(output))
-        options.require_measure()
+        options.require_rank_or_energy()
         self.family, self.layout, self.tied, self.copies = _recognize_family(sources[0], options)
         self.base, self.tuned = (self._open_model(source) for source in sources)
         self.linear = frozenset(
             key
             for key in list_linear_keys(self.family, self.layout, self.base)
-            if not is_unsupported_layer(self.family.name, get_module(key))
+            if not is_unsupported_layer(self.family.name, get_module_name(key))
             and key not in self.copies
         )
         self.stacks = count_expert_layers(self.family, self.base)
         self.siblings = {
-            key: [other for other in self.stacks if get_module(other) == get_module(key)]
+            key: [other for other in self.stacks if get_module_name(other) == get_module_name(key)]
             for key in self.stacks
         }
         self._require_same_model()
@@ -206,20 +206,20 @@ class LoraExtractor:
             overwrite=self.options.overwrite,
             is_checkpoint=Replaceable(is_replaceable),
         ) as stage:
-            folder = AdapterFolder(stage.data, names, dtype)
+            folder = AdapterWriter(stage.data, names, dtype)
             try:
                 low_rank = self.linear | self.stacks.keys()
                 for name in [n for n in self.base if n not in low_rank | self.copies]:
                     self._handle_other(name, folder)
-                self.whole = select_outermost(map(get_module, self.saved))
+                self.whole = select_outermost_modules(map(get_module_name, self.saved))
                 for name in self.base:
                     if is_inside(name, self.whole) and name not in self.saved:
-                        self._save_whole(name, folder)
+                        self._save_in_full(name, folder)
                     elif name in self.linear:
                         self._extract_layer(name, folder, dtype)
                     elif name == self.siblings.get(name, [""])[0]:
                         self._extract_stacks(self.siblings[name], folder, dtype)
-                self._require_layers()
+                self._require_factors()
                 nbytes = folder.finish(self._build_config())
             finally:
                 folder.close()
@@ -242,10 +242,12 @@ class LoraExtractor:
     def _list_adapter_names(self, key: str) -> Iterator[str]:
         """Yield the names that the adapter may store for a tensor of the model."""
         if key in self.linear:
-            yield from (f"{PEFT_PREFIX}{get_module(key)}.lora_{role}.weight" for role in "AB")
+            yield from (f"{PEFT_PREFIX}{get_module_name(key)}.lora_{role}.weight" for role in "AB")
         if key in self.stacks:
             module_prefix = (
-                PEFT_PREFIX + get_module(key) + NESTED * self.siblings[key][::-1].index(key)
+                PEFT_PREFIX
+                + get_module_name(key)
+                + NESTED_SUFFIX * self.siblings[key][::-1].index(key)
             )
             yield from (f"{module_prefix}.lora_{role}.weight" for role in "AB")
         if self.options.others == "save":
@@ -263,37 +265,37 @@ class LoraExtractor:
             self.unchanged += 1
             return None
         if not self._is_selected(name):
-            self.notes.explain("skipped", {name: _format_not_selected()})
+            self.notes.explain("skipped", {name: _explain_not_selected()})
             return None
         return base_tensor, tuned_tensor
 
-    def _extract_layer(self, name: str, folder: AdapterFolder, dtype: str) -> None:
+    def _extract_layer(self, name: str, folder: AdapterWriter, dtype: str) -> None:
         """Write the factors of a linear layer that differs."""
         tensors = self._read_if_different(name)
         if tensors is None:
             return
-        _require_floating(name, self.base[name], self.tuned[name])
+        _require_float_dtypes(name, self.base[name], self.tuned[name])
         change = subtract_weights(*tensors)
         del tensors  # The decomposition needs several times as much memory.
         layer_factors = compute_factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
-        self._add_factors(name, get_module(name), layer_factors, layer_factors.rank, folder)
+        self._add_factors(name, get_module_name(name), layer_factors, layer_factors.rank, folder)
 
-    def _extract_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
+    def _extract_stacks(self, names: Sequence[str], folder: AdapterWriter, dtype: str) -> None:
         """Write the factors of a module's expert stacks, in PEFT's order from the inside out."""
-        module = get_module(names[0])
+        module = get_module_name(names[0])
         for name in reversed(names):
-            stack_factors = self._factor_stack(name, dtype)
+            stack_factors = self._compute_stack_factors(name, dtype)
             if stack_factors is not None:
                 rank = stack_factors.rank // self.base[name].shape[0]
                 self._add_factors(name, module, stack_factors, rank, folder)
-                module += NESTED
+                module += NESTED_SUFFIX
 
-    def _factor_stack(self, name: str, dtype: str) -> Factors | None:
+    def _compute_stack_factors(self, name: str, dtype: str) -> Factors | None:
         """Compute the factors of an expert stack, or return None if there are none."""
         first, second = self.base[name], self.tuned[name]
-        _require_floating(name, first, second)
+        _require_float_dtypes(name, first, second)
         stacking = StackedFactors(first.shape, self.stacks[name], dtype)
         is_selected, differs = self._is_selected(name), False
         for expert in range(first.shape[0]):
@@ -310,11 +312,11 @@ class LoraExtractor:
         if not differs:
             self.unchanged += 1
         elif not is_selected:
-            self.notes.explain("skipped", {name: _format_not_selected()})
+            self.notes.explain("skipped", {name: _explain_not_selected()})
         return stacking.joined_factors
 
     def _add_factors(
-        self, name: str, module: str, layer_factors: Factors, rank: int, folder: AdapterFolder
+        self, name: str, module: str, layer_factors: Factors, rank: int, folder: AdapterWriter
     ) -> None:
         for role, factor in (("A", layer_factors.a), ("B", layer_factors.b)):
             kind = str(factor.dtype).removeprefix("torch.")
@@ -331,7 +333,7 @@ class LoraExtractor:
             )
         )
 
-    def _handle_other(self, name: str, folder: AdapterFolder) -> None:
+    def _handle_other(self, name: str, folder: AdapterWriter) -> None:
         """Handle a tensor outside of linear layers that differs, as `others` requires."""
         tensors = self._read_if_different(name)
         if tensors is None:
@@ -352,14 +354,14 @@ class LoraExtractor:
         require_savable_module(name, self.base, self.linear, self.tied, self.tuned.path)
         self._write_tensor(name, self.tuned[name].dtype, tensors[1], folder)
 
-    def _save_whole(self, name: str, folder: AdapterFolder) -> None:
+    def _save_in_full(self, name: str, folder: AdapterWriter) -> None:
         """Write a tensor of a module that the adapter stores in full."""
         if name in self.linear or name in self.stacks:
             self._read_if_different(name)
         handle = (self.tuned if self._is_selected(name) else self.base)[name]
         self._write_tensor(name, handle.dtype, handle[...], folder)
 
-    def _write_tensor(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
+    def _write_tensor(self, name: str, dtype: str, tensor: Tensor, folder: AdapterWriter) -> None:
         folder.add_tensor(PEFT_PREFIX + name, dtype, tuple(tensor.shape), iterate_bytes(tensor))
         self.saved[name] = None
 
@@ -368,7 +370,7 @@ class LoraExtractor:
         is_included = not include or any(fnmatchcase(name, glob) for glob in include)
         return is_included and not any(fnmatchcase(name, glob) for glob in exclude)
 
-    def _require_layers(self) -> None:
+    def _require_factors(self) -> None:
         """Raise if the adapter has no factors, because no program accepts such an adapter."""
         if not self.layers:
             saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
@@ -388,10 +390,12 @@ class LoraExtractor:
     def _build_config(self) -> Mapping[str, object]:
         ranks_by_name = {layer.name: layer.rank for layer in self.layers}
         ranks = {
-            get_module(name): rank for name, rank in ranks_by_name.items() if name in self.linear
+            get_module_name(name): rank
+            for name, rank in ranks_by_name.items()
+            if name in self.linear
         }
         stacks = {name: rank for name, rank in ranks_by_name.items() if name in self.stacks}
-        generates = self.family.architecture.endswith(GENERATING)
+        generates = self.family.architecture.endswith(GENERATIVE_SUFFIXES)
         return build_adapter_config(
             ranks, self.base, self.whole, stacks, experts=bool(self.stacks), generates=generates
         )
@@ -409,12 +413,12 @@ def _recognize_family(
     require_known_model(model)
     family = families.family(model.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
-    fresh = family.get_layout(FRESH).leaves.values() if model.layout == FRESH else ()
+    fresh = family.get_layout(FRESH_LAYOUT).leaves.values() if model.layout == FRESH_LAYOUT else ()
     if fresh and layout == HF and not any(leaf.spread_axes for leaf in fresh):
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
-            why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
+            why=f"in memory, its layers have names of layout {FRESH_LAYOUT}; adapters use layout {HF}",
         )
     ties = family.ties if model.is_tied(family) else ()
     leaves = family.get_layout(layout).leaves
@@ -423,7 +427,7 @@ def _recognize_family(
     return family, layout, tied, copies
 
 
-def _require_floating(name: str, *handles: TensorHandle) -> None:
+def _require_float_dtypes(name: str, *handles: TensorHandle) -> None:
     unsupported_dtype = next(
         (handle.dtype for handle in handles if handle.dtype not in FLOAT_DTYPES), None
     )
@@ -435,7 +439,7 @@ def _require_floating(name: str, *handles: TensorHandle) -> None:
         )
 
 
-def _format_not_selected() -> str:
+def _explain_not_selected() -> str:
     return f"not selected ({format_option('--include')}, {format_option('--exclude')})"
 
 
@@ -446,7 +450,7 @@ HEADER_CHARS_PER_TENSOR = 48
 _NUMBERED = re.compile(r"\.\d+\.")
 
 
-class AdapterFolder:
+class AdapterWriter:
     """Files of an adapter that is being written.
 
     The header comes before the weights, so space for all possible names is reserved.
@@ -501,7 +505,7 @@ class AdapterFolder:
 def build_adapter_config(
     ranks: Mapping[str, int],
     keys: Collection[str],
-    saved: Sequence[str],
+    saved_modules: Sequence[str],
     stacks: Mapping[str, int],
     *,
     experts: bool,
@@ -512,7 +516,7 @@ def build_adapter_config(
     Args:
         ranks: Ranks by module.
         keys: Names of all tensors of the model.
-        saved: Modules that the adapter stores in full.
+        saved_modules: Modules that the adapter stores in full.
         stacks: Ranks of parameters that contain stacked experts.
         experts: Whether the model has stacked experts.
         generates: Whether the model generates text.
@@ -521,17 +525,19 @@ def build_adapter_config(
     parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}
     modules = {module: rank for module, rank in ranks.items() if module not in single}
     all_ranks = {**modules, **parameters}
-    main = Counter(all_ranks.values()).most_common(1)[0][0] if all_ranks else 1
+    default_rank = Counter(all_ranks.values()).most_common(1)[0][0] if all_ranks else 1
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if generates else None,
         "base_model_name_or_path": None,
-        "r": main,
-        "lora_alpha": main,
-        **build_patterns({name: (rank, rank) for name, rank in all_ranks.items()}, (main, main)),
+        "r": default_rank,
+        "lora_alpha": default_rank,
+        **build_patterns(
+            {name: (rank, rank) for name, rank in all_ranks.items()}, (default_rank, default_rank)
+        ),
         "target_modules": build_target_modules(modules, keys),
         **({TARGET_PARAMETERS: sorted(parameters)} if parameters else {}),
-        "modules_to_save": list(saved) or None,
+        "modules_to_save": list(saved_modules) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -548,12 +554,12 @@ def build_adapter_config(
 # (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
 
 
-def get_module(key: str) -> str:
+def get_module_name(key: str) -> str:
     """Return the module of a parameter."""
     return key.rpartition(".")[0]
 
 
-def select_outermost(modules: Iterable[str]) -> tuple[str, ...]:
+def select_outermost_modules(modules: Iterable[str]) -> tuple[str, ...]:
     """Return the *modules* that are not inside another of *modules*."""
     unique_modules = dict.fromkeys(modules)
     return tuple(module for module in unique_modules if not is_inside(module, unique_modules))
@@ -569,7 +575,7 @@ def require_savable_module(
     name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
 ) -> None:
     """Raise if PEFT cannot save the tensor, because its module cannot be saved in full."""
-    module = get_module(name)
+    module = get_module_name(name)
     message = f"`{name}` differs, but PEFT can only save whole modules"
     hint = f"pass {format_option('--others leave-out')} to keep the tensor of the base"
     if name in tied:

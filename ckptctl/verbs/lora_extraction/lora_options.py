@@ -70,7 +70,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         bool, Option("Replace the destination if it is a checkpoint.", panel="Safety")
     ] = False
 
-    def require_measure(self) -> None:
+    def require_rank_or_energy(self) -> None:
         """Raise unless a rank or an energy is set."""
         if self.rank is None and self.energy is None:
             raise UsageError(

@@ -48,10 +48,10 @@ from ckptctl.verbs.report.data import (
 )
 from ckptctl.verbs.report.page import publish_page
 from ckptctl.verbs.report.report_options import ReportOptions
-from ckptctl.verbs.verification.structure import DISTCP, find_lost_parts, get_root
+from ckptctl.verbs.verification.structure import RANK_FILE, find_lost_parts, get_checkpoint_folder
 from ckptctl.verbs.verification.verify import verify_with_catalog
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verbs.verification.verify_result import Verification, exclude_known
+from ckptctl.verbs.verification.verify_result import Verification, exclude_known_findings
 
 if TYPE_CHECKING:
     from ckptctl.verbs.statistics import Statistics
@@ -61,7 +61,7 @@ MAX_FINDINGS = 1_000
 HISTOGRAM_BINS = 40
 MAX_CHUNKS_PER_TENSOR = 4_096
 MAX_CHUNKS = 100_000
-_OPTIONS = {
+_OPTION_NAMES = {
     "--format-a": "--from",
     "--weights-a": "--weights",
     "--tag-a": "--tag",
@@ -84,7 +84,7 @@ def write_report(
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:
-        _require_no_comparison(options)
+        _require_no_comparison_options(options)
     sources = [given_path for given_path in (path, other) if given_path]
     with (
         families.use_converter_file(options.converter),
@@ -98,7 +98,7 @@ def write_report(
     return collected
 
 
-def _require_no_comparison(options: ReportOptions) -> None:
+def _require_no_comparison_options(options: ReportOptions) -> None:
     has_tolerance = options.atol is not None or options.rtol is not None
     of_comparisons = {
         ("--structure",): options.structure,
@@ -128,7 +128,7 @@ def _collect_report(
     unusable: tuple[str, ...] = ()
     omitted = LeftOut()
     if catalog is not None and inspected is not None:
-        listed_tensors = _select_listed(
+        listed_tensors = _select_listed_tensors(
             select_tensors(inspected.tensors, options.include), verified, options
         )
         if options.stats:
@@ -136,7 +136,7 @@ def _collect_report(
             statistics, findings_with_values = _measure_statistics(catalog, names, progress)
             findings_with_values = [
                 *verified.findings,
-                *exclude_known(verified.findings, findings_with_values),
+                *exclude_known_findings(verified.findings, findings_with_values),
             ]
             findings_with_values.sort(key=lambda found: found.severity)
             verified = replace(verified, findings=tuple(findings_with_values))
@@ -172,7 +172,7 @@ def _collect_report(
         ranks={
             file: int(match[1])
             for file in (*verified.files, *unusable)
-            if (match := DISTCP.fullmatch(file))
+            if (match := RANK_FILE.fullmatch(file))
         },
         stats=options.stats,
     )
@@ -191,7 +191,9 @@ def _summarize_checkpoint(
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
         presence=_measure_presence(catalog, verified),
-        absent=_list_missing_files(get_root(catalog.path), _list_unusable_files(catalog)),
+        absent=_list_missing_files(
+            get_checkpoint_folder(catalog.path), _list_unusable_files(catalog)
+        ),
     )
     return summary, catalog
 
@@ -270,7 +272,7 @@ def _describe_checkpoint(
         )
 
 
-def _select_listed(
+def _select_listed_tensors(
     tensors: Sequence[TensorInfo], verified: Verification, options: ReportOptions
 ) -> list[TensorInfo]:
     """Select up to `max_tensors` tensors, first those with findings, then the largest."""
@@ -309,22 +311,22 @@ class ChunkMapper:
 
     def __init__(
         self,
-        virtual: Collection[str] = (),
-        room: int = MAX_CHUNKS,
-        each: int = MAX_CHUNKS_PER_TENSOR,
+        computed_files: Collection[str] = (),
+        max_chunks: int = MAX_CHUNKS,
+        max_per_tensor: int = MAX_CHUNKS_PER_TENSOR,
     ) -> None:
         """Create a mapper without any chunks.
 
         Args:
-            virtual: Files that are computed on read, which chunks do not name.
-            room: Maximum number of chunks in the report.
-            each: Maximum number of chunks per tensor.
+            computed_files: Files that are computed on read, which chunks do not name.
+            max_chunks: Maximum number of chunks in the report.
+            max_per_tensor: Maximum number of chunks per tensor.
         """
-        self._virtual = virtual
+        self._virtual = computed_files
         self.chunks = 0
         self.holes = 0
-        self._room = room
-        self._each = each
+        self._room = max_chunks
+        self._each = max_per_tensor
 
     def map_tensor(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
         """Map a tensor to its files.
@@ -337,13 +339,13 @@ class ChunkMapper:
             for hole in missing
             for box, file in find_lost_parts(hole, lost) or ((hole, None),)
         ]
-        holes = self._take_room(parts)
+        holes = self._split_at_limit(parts)
         self.holes += len(holes[1])
         extents = (
             Chunk(extent.box, None if extent.file in self._virtual else extent.file)
             for extent in entry.extents
         )
-        chunks = self._take_room(list(extents))
+        chunks = self._split_at_limit(list(extents))
         self.chunks += len(chunks[1])
         return ChunkMap(
             tuple(chunks[0]),
@@ -352,10 +354,10 @@ class ChunkMapper:
             count_bytes(entry, missing),
         )
 
-    def _take_room(self, found: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-        count = min(self._room, self._each, len(found))
+    def _split_at_limit(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        count = min(self._room, self._each, len(chunks))
         self._room -= count
-        return found[:count], found[count:]
+        return chunks[:count], chunks[count:]
 
 
 def _measure_statistics(
@@ -372,7 +374,7 @@ def _measure_statistics(
     resolved_catalog, findings = read_item_headers(
         replace(catalog, tensors=readable_entries, blobs={}, replicas={})
     )
-    root = get_root(catalog.path)
+    root = get_checkpoint_folder(catalog.path)
     with open_catalog_reader(resolved_catalog) as reader:
         statistics_by_name = measure_tensors(
             reader,
@@ -385,7 +387,7 @@ def _measure_statistics(
 
 
 def _add_comparison(
-    about: Report, other: str, options: ReportOptions, progress: StartProgress
+    report: Report, other: str, options: ReportOptions, progress: StartProgress
 ) -> Report:
     """Add the difference from *other*, or the error that prevented the comparison."""
     from ckptctl.verbs.comparison.diff import compare_checkpoints  # only with a second checkpoint
@@ -409,18 +411,18 @@ def _add_comparison(
         model_type=options.model_type,
     )
     try:
-        with rename_options_in_messages(_OPTIONS):
-            difference = compare_checkpoints(about.path, other, diff_options, progress)
+        with rename_options_in_messages(_OPTION_NAMES):
+            difference = compare_checkpoints(report.path, other, diff_options, progress)
     except CkptError as error:
         if error.exit_code in (UsageError.exit_code, FormatError.exit_code):
             raise
         return replace(
-            about, other=other, other_summary=_summarize_other(other, options), error=error
+            report, other=other, other_summary=_summarize_other(other, options), error=error
         )
     limit = options.max_tensors
-    omitted = replace(about.left_out, differences=_count_unlisted(difference, limit))
+    omitted = replace(report.left_out, differences=_count_unlisted(difference, limit))
     return replace(
-        about,
+        report,
         other=other,
         other_summary=_summarize_other(other, options),
         difference=difference,
@@ -436,9 +438,9 @@ def _summarize_other(path: str, options: ReportOptions) -> CheckpointSummary:
     return _summarize_checkpoint(path, other_options, paired=True)[0]
 
 
-def _count_unlisted(found: Difference, limit: int) -> int:
+def _count_unlisted(difference: Difference, limit: int) -> int:
     """Count the entries of a difference that are not listed."""
-    lists = [found.tensors, found.leaves]
-    for side in (found.a, found.b):
+    lists = [difference.tensors, difference.leaves]
+    for side in (difference.a, difference.b):
         lists += [side.only, side.only_leaves, tuple(side.left_out)]
     return sum(max(0, len(entries) - limit) for entries in lists)

@@ -19,7 +19,7 @@ from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.ranks import sharing
-from ckptctl.ranks.coordinator import Coordinator, require_same_settings, run_on_all_ranks
+from ckptctl.ranks.coordinator import RankCollectives, require_same_settings, run_on_all_ranks
 from ckptctl.ranks.sharing import select_rank_share
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.crc import combine_crcs, compute_crc
@@ -34,11 +34,11 @@ from ckptctl.storage.threads import (
 from ckptctl.storage.zips.directory import FileRange, read_zip_directory
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
-from ckptctl.verbs.statistics import count_nonfinite, map_in_parallel
+from ckptctl.verbs.statistics import count_nonfinite, map_tensors_in_parallel
 from ckptctl.verbs.verification import digest_lists, surroundings
 from ckptctl.verbs.verification.structure import is_possibly_zip
 
-BLOCK = 64 << 20
+BLOCK_BYTES = 64 << 20
 BATCH_BLOCKS = 4096
 """Number of blocks that are queued at a time."""
 
@@ -113,15 +113,15 @@ class _ReadingResult:
     bytes_read: int
 
 
-def read_data(
+def check_data(
     catalog: Catalog,
     resolved: Catalog,
     full: bool,
     nan: bool,
     jobs: int | None,
     progress: StartProgress,
-    ranks: Coordinator,
-) -> tuple[list[Finding], Proof, int]:
+    ranks: RankCollectives,
+) -> tuple[list[Finding], VerifiedBytes, int]:
     """Compare data with recorded checksums if *full*, and search it for NaN and Inf if *nan*.
 
     All ranks return the same findings, proof and number of bytes read. *resolved* is *catalog* with
@@ -133,7 +133,7 @@ def read_data(
         if ranks.world > 1:
             plan_summary = (plan.ranges, plan.lines, [entry.name for entry in plan.floating])
             require_same_settings(
-                ranks, {"the checksums in the checkpoint": sharing.hash_values(plan_summary)}
+                ranks, {"the checksums in the checkpoint": sharing.hash_repr(plan_summary)}
             )
         own_blocks, own_share = _select_portion(files, plan, ranks)
         read = run_on_all_ranks(
@@ -167,7 +167,7 @@ def read_data(
     items = [(item.stored.file, item.stored.offset, item.stored.nbytes) for item in sound_items]
     virtual_spans = [(item.file, 0, item.nbytes) for item in sound_items]
     spans = [(file, start, start + nbytes) for file, start, nbytes in (*items, *virtual_spans)]
-    proof = Proof(
+    proof = VerifiedBytes(
         [*(item.span for item in plan.ranges), *matching_files, *spans],
         [*(item.span for item in bad_ranges), *contradicted_files],
         compared=bool(plan.ranges or plan.packed)
@@ -179,13 +179,13 @@ def read_data(
 def _plan_reading(
     files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool
 ) -> _ReadingPlan:
-    floating = [entry for entry in resolved.tensors.values() if nan and _is_floating(entry)]
+    floating = [entry for entry in resolved.tensors.values() if nan and _has_floating_dtype(entry)]
     if not full:
         return _ReadingPlan([], [], floating)
-    ranges, checksum_findings = list_recorded(files, catalog, resolved)
+    ranges, checksum_findings = list_recorded_checksums(files, catalog, resolved)
     lines, list_findings = digest_lists.read_listed_digests(files, catalog.path)
     hub, hub_findings = surroundings.read_hub_digests(files, catalog.files)
-    packed = list(_iterate_packed(resolved))
+    packed = list(_iterate_packed_items(resolved))
     return _ReadingPlan(
         ranges,
         [*lines, *hub],
@@ -196,21 +196,21 @@ def _plan_reading(
 
 
 def _select_portion(
-    files: SourceFiles, todo: _ReadingPlan, ranks: Coordinator
+    files: SourceFiles, plan: _ReadingPlan, ranks: RankCollectives
 ) -> tuple[Sequence[ReadBlock], _ReadingPlan]:
     """Select the blocks, files and tensors that this rank reads.
 
     A file in several checksum lists is assigned to one rank.
     """
-    listed = list(dict.fromkeys(line.file for line in todo.lines))
+    listed = list(dict.fromkeys(line.file for line in plan.lines))
     own_files = set(select_rank_share(ranks, listed, lambda name: _sum_sizes(files, [name])))
     return select_rank_share(
-        ranks, split_blocks(todo.ranges), lambda one: one.nbytes
+        ranks, split_into_blocks(plan.ranges), lambda item: item.nbytes
     ), _ReadingPlan(
-        todo.ranges,
-        [line for line in todo.lines if line.file in own_files],
-        select_rank_share(ranks, todo.floating, lambda entry: entry.nbytes),
-        select_rank_share(ranks, todo.packed, lambda one: one.nbytes),
+        plan.ranges,
+        [line for line in plan.lines if line.file in own_files],
+        select_rank_share(ranks, plan.floating, lambda entry: entry.nbytes),
+        select_rank_share(ranks, plan.packed, lambda item: item.nbytes),
     )
 
 
@@ -218,24 +218,30 @@ def _read_portion(
     files: SourceFiles,
     reader: Readable,
     own_blocks: Sequence[ReadBlock],
-    todo: _ReadingPlan,
+    plan: _ReadingPlan,
     jobs: int | None,
     progress: StartProgress,
 ) -> _ReadingResult:
-    total = sum(item.nbytes for item in own_blocks) + sum(entry.nbytes for entry in todo.floating)
-    total += sum(item.nbytes for item in todo.packed)
-    with progress(total + _sum_sizes(files, [line.file for line in todo.lines])) as watched:
+    total = sum(item.nbytes for item in own_blocks) + sum(entry.nbytes for entry in plan.floating)
+    total += sum(item.nbytes for item in plan.packed)
+    with progress(total + _sum_sizes(files, [line.file for line in plan.lines])) as watched:
         advance = count = ByteCounter(watched)
-        sums = compute_crcs(files, todo.ranges, own_blocks, jobs, advance)
-        list_findings, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
-        nonfinite_findings = _iterate_nonfinite(reader, files.root, todo.floating, jobs, advance)
-        packed_findings, items = _decompress_items(reader, files.root, todo.packed, jobs, advance)
+        sums = compute_crcs(files, plan.ranges, own_blocks, jobs, advance)
+        list_findings, matching_files = digest_lists.compare_listed_files(
+            files, plan.lines, jobs, advance
+        )
+        nonfinite_findings = _iterate_nonfinite(reader, files.root, plan.floating, jobs, advance)
+        packed_findings, items = _decompress_items(reader, files.root, plan.packed, jobs, advance)
         return _ReadingResult(
-            sums, [*list_findings, *nonfinite_findings, *packed_findings], right, items, count.total
+            sums,
+            [*list_findings, *nonfinite_findings, *packed_findings],
+            matching_files,
+            items,
+            count.total,
         )
 
 
-def _iterate_packed(resolved: Catalog) -> Iterator[PackedItem]:
+def _iterate_packed_items(resolved: Catalog) -> Iterator[PackedItem]:
     for entry in resolved.tensors.values():
         for extent in entry.extents if resolved.computed else ():
             computed = resolved.computed.get(extent.file)
@@ -294,7 +300,7 @@ def _sum_sizes(files: SourceFiles, names: Collection[str]) -> int:
     return total
 
 
-def _is_floating(entry: TensorEntry) -> bool:
+def _has_floating_dtype(entry: TensorEntry) -> bool:
     dtype_info = dtypes.BY_NAME.get(entry.dtype)
     floating = (dtype_info is not None and dtype_info.floating) or entry.dtype.startswith("complex")
     return entry.alias_of is None and floating
@@ -310,7 +316,7 @@ def _iterate_nonfinite(
     if not entries:
         return
     sizes, look = [entry.nbytes for entry in entries], partial(count_nonfinite, files)
-    for entry, counts in map_in_parallel(entries, sizes, look, advance, jobs):
+    for entry, counts in map_tensors_in_parallel(entries, sizes, look, advance, jobs):
         if isinstance(counts, CkptError):
             yield finding_from_error(counts, root, entry.name)
         elif counts and any(counts):
@@ -319,7 +325,7 @@ def _iterate_nonfinite(
             yield Finding("values are not finite", why, "unknown", home, entry.name)
 
 
-def list_recorded(
+def list_recorded_checksums(
     files: SourceFiles, catalog: Catalog, resolved: Catalog
 ) -> tuple[list[RecordedChecksum], list[Finding]]:
     """List all recorded checksums in file order, and findings about them.
@@ -344,7 +350,9 @@ def list_recorded(
             place = (file, base + record.offset, record.nbytes, record.crc32)
             if record.nbytes:
                 checksums.setdefault(place, RecordedChecksum(*place))
-    return sorted(checksums.values(), key=lambda one: (one.file, one.offset, one.nbytes)), findings
+    return sorted(
+        checksums.values(), key=lambda checksum: (checksum.file, checksum.offset, checksum.nbytes)
+    ), findings
 
 
 def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
@@ -364,12 +372,12 @@ def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, i
             yield file, 0, size
 
 
-def split_blocks(ranges: Sequence[RecordedChecksum]) -> list[ReadBlock]:
+def split_into_blocks(ranges: Sequence[RecordedChecksum]) -> list[ReadBlock]:
     """Split ranges into blocks, so that threads and ranks can share a large range."""
     return [
-        ReadBlock(number, byte_range.offset + start, min(BLOCK, byte_range.nbytes - start))
+        ReadBlock(number, byte_range.offset + start, min(BLOCK_BYTES, byte_range.nbytes - start))
         for number, byte_range in enumerate(ranges)
-        for start in range(0, byte_range.nbytes, BLOCK)
+        for start in range(0, byte_range.nbytes, BLOCK_BYTES)
     ]
 
 
@@ -419,30 +427,30 @@ def compare_ranges(
 
 
 def _find_mismatch(
-    one: RecordedChecksum, parts: Sequence[tuple[int, int | CkptError]], root: TreePath
+    recorded: RecordedChecksum, parts: Sequence[tuple[int, int | CkptError]], root: TreePath
 ) -> Finding | None:
     crc = 0
     for nbytes, part in parts:
         if isinstance(part, CkptError):
-            return finding_from_error(part, root, one.name)
+            return finding_from_error(part, root, recorded.name)
         crc = combine_crcs(crc, part, nbytes)
-    if crc == one.crc32:
+    if crc == recorded.crc32:
         return None
     why = (
-        f"bytes {one.offset:,} to {one.offset + one.nbytes:,} have CRC-32 {crc:08x}, "
-        f"but {one.crc32:08x} is recorded"
+        f"bytes {recorded.offset:,} to {recorded.offset + recorded.nbytes:,} have CRC-32 {crc:08x}, "
+        f"but {recorded.crc32:08x} is recorded"
     )
-    return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
+    return Finding("a checksum does not match", why, file=recorded.file, tensor=recorded.name)
 
 
 # ------------------------------------------------------------ verified bytes
 
 Span = tuple[str, int, int]
 """File, first byte and end."""
-Pairs = list[tuple[int, int]]
+Intervals = list[tuple[int, int]]
 
 
-class Proof:
+class VerifiedBytes:
     """Bytes of each file that checksums verify.
 
     Args:
@@ -460,16 +468,16 @@ class Proof:
             file: _subtract_spans(spans_of_file, wrong_by_file.get(file, ()))
             for file, spans_of_file in _merge_spans(right).items()
         }
-        self._spans: Mapping[str, Pairs] = spans
+        self._spans: Mapping[str, Intervals] = spans
 
-    def count_bytes(self) -> dict[str, int]:
+    def count_bytes_by_file(self) -> dict[str, int]:
         """Return the number of verified bytes by file."""
         return {
             file: sum(end - start for start, end in spans_of_file)
             for file, spans_of_file in self._spans.items()
         }
 
-    def count_tensors(self, entries: Iterable[TensorEntry]) -> int:
+    def count_verified_tensors(self, entries: Iterable[TensorEntry]) -> int:
         """Count the *entries*, with located bytes, that are verified completely."""
         return sum(
             not entry.unsupported
@@ -486,9 +494,9 @@ class Proof:
         return not nbytes or (place >= 0 and offset + nbytes <= spans[place][1])
 
 
-def _merge_spans(spans: Iterable[Span]) -> dict[str, Pairs]:
+def _merge_spans(spans: Iterable[Span]) -> dict[str, Intervals]:
     """Merge touching spans of each file and sort them."""
-    merged: dict[str, Pairs] = {}
+    merged: dict[str, Intervals] = {}
     for file, start, end in sorted(spans):
         file_spans = merged.setdefault(file, [])
         if file_spans and start <= file_spans[-1][1]:
@@ -498,9 +506,9 @@ def _merge_spans(spans: Iterable[Span]) -> dict[str, Pairs]:
     return merged
 
 
-def _subtract_spans(spans: Pairs, removed: Sequence[tuple[int, int]]) -> Pairs:
+def _subtract_spans(spans: Intervals, removed: Sequence[tuple[int, int]]) -> Intervals:
     """Subtract *removed* from *spans* of the same file, both sorted and disjoint."""
-    remaining: Pairs = []
+    remaining: Intervals = []
     holes = iter(removed)
     hole = next(holes, None)
     for start, end in spans:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, format_command
 from ckptctl.formats.shared.findings import finding_from_error
-from ckptctl.ranks.coordinator import Coordinator, run_on_all_ranks, run_on_rank_zero
+from ckptctl.ranks.coordinator import RankCollectives, run_on_all_ranks, run_on_rank_zero
 from ckptctl.storage.crc import create_hasher, iterate_windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
@@ -30,12 +30,12 @@ from ckptctl.storage.threads import (
     get_default_thread_count,
 )
 from ckptctl.tree import TreePath
-from ckptctl.verbs.verification.structure import get_root
+from ckptctl.verbs.verification.structure import get_checkpoint_folder
 from ckptctl.verdict import Severity
 
-SUMS = "SHA256SUMS"
-LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
-INTEGRITY = "integrity.json"
+SUMS_FILE = "SHA256SUMS"
+LIST_ALGORITHMS = {SUMS_FILE: "sha256", "checklist.chk": "md5"}
+INTEGRITY_FILE = "integrity.json"
 MAX_LIST_BYTES = 100_000_000
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{32,64}) [ *](.+)")
 _SHA256 = re.compile("[0-9a-fA-F]{64}")
@@ -50,7 +50,7 @@ class FileDigest:
     of the finding if the digest of the file differs.
     """
 
-    list_: str
+    list_name: str
     algorithm: str
     file: str
     digest: str
@@ -59,7 +59,11 @@ class FileDigest:
 
 def get_list_algorithms(path: TreePath) -> dict[str, str]:
     """Map possible names of checksum lists for the checkpoint at *path* to algorithms."""
-    return {**LISTS, INTEGRITY: "sha256", get_list_path(path).name: "sha256"}
+    return {
+        **LIST_ALGORITHMS,
+        INTEGRITY_FILE: "sha256",
+        get_checksum_list_path(path).name: "sha256",
+    }
 
 
 def read_listed_digests(
@@ -71,14 +75,14 @@ def read_listed_digests(
     """
     digests: list[FileDigest] = []
     findings: list[Finding] = []
-    if (files.root / INTEGRITY).is_file():
-        of_megatron = _read_integrity(files)
-        digests += of_megatron
-        if not of_megatron:
+    if (files.root / INTEGRITY_FILE).is_file():
+        megatron_digests = _read_megatron_digests(files)
+        digests += megatron_digests
+        if not megatron_digests:
             what = "not a checksum list of Megatron-Core"
-            findings.append(Finding(what, None, "warning", INTEGRITY))
+            findings.append(Finding(what, None, "warning", INTEGRITY_FILE))
     for name, algorithm in get_list_algorithms(path).items():
-        if name != INTEGRITY and (files.root / name).is_file():
+        if name != INTEGRITY_FILE and (files.root / name).is_file():
             try:
                 text = files.read(name, 0, min(files.size(name), MAX_LIST_BYTES)).decode(
                     errors="replace"
@@ -94,7 +98,7 @@ def read_listed_digests(
                     )
                 elif line.strip():
                     # Other programs use other formats next to single files.
-                    severity: Severity = "error" if name in LISTS else "warning"
+                    severity: Severity = "error" if name in LIST_ALGORITHMS else "warning"
                     what = f"line {number} is not a checksum"
                     findings.append(Finding(what, None, severity, name))
     if path.is_file():
@@ -102,10 +106,10 @@ def read_listed_digests(
     return digests, findings
 
 
-def _read_integrity(files: SourceFiles) -> list[FileDigest]:
+def _read_megatron_digests(files: SourceFiles) -> list[FileDigest]:
     """Read Megatron-Core's ``integrity.json``, or return nothing for other programs' files."""
     try:
-        content = read_json(files, INTEGRITY)
+        content = read_json(files, INTEGRITY_FILE)
     except CkptError:
         return []
     sums_by_file = content.get("files") if isinstance(content, dict) else None
@@ -113,13 +117,13 @@ def _read_integrity(files: SourceFiles) -> list[FileDigest]:
         return []
     sums = {name: sum_ for name, sum_ in sums_by_file.items() if isinstance(sum_, str)}
     return [
-        FileDigest(INTEGRITY, "sha256", name, sum_.lower())
+        FileDigest(INTEGRITY_FILE, "sha256", name, sum_.lower())
         for name, sum_ in sums.items()
         if content.get("algorithm") == "sha256" and _SHA256.fullmatch(sum_)
     ]
 
 
-def drop_files(text: str, is_removed: Callable[[str], bool]) -> str:
+def remove_listed_files(text: str, is_removed: Callable[[str], bool]) -> str:
     """Return a checksum list without the lines of files for which *is_removed* is true."""
     matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
     return "\n".join(
@@ -133,7 +137,7 @@ def _parse_file_name(line: re.Match[str]) -> str:
     return file.removeprefix("./")
 
 
-def check_lists(
+def compare_listed_files(
     files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
     """Compare every listed file, and return findings and the files that match."""
@@ -145,7 +149,7 @@ def check_lists(
             return finding_from_error(error, files.root)
         if actual == line.digest:
             return None
-        why = f"its {line.algorithm} is {actual}, but {line.list_} lists {line.digest}"
+        why = f"its {line.algorithm} is {actual}, but {line.list_name} lists {line.digest}"
         return Finding("a file does not match its listed checksum", why, line.severity, line.file)
 
     with create_thread_pool(jobs or get_default_thread_count()) as pool:
@@ -163,10 +167,10 @@ def compute_digest(files: SourceFiles, name: str, algorithm: str, advance: Advan
     return digest_hasher.hexdigest()
 
 
-def require_no_list(target: TreePath) -> None:
+def require_no_checksum_list(target: TreePath) -> None:
     """Raise if the checksum list *target* exists already."""
     if os.path.lexists(target):
-        path = target.parent if target.name == SUMS else target.with_suffix("")
+        path = target.parent if target.name == SUMS_FILE else target.with_suffix("")
         compare = format_command("verify", path, options=("--level", "full"))
         raise RefusedError(
             f"`{target.name}` exists already",
@@ -176,24 +180,24 @@ def require_no_list(target: TreePath) -> None:
         )
 
 
-def get_list_path(path: TreePath) -> TreePath:
+def get_checksum_list_path(path: TreePath) -> TreePath:
     """Return the path of the checksum list, in a directory or next to a file."""
-    return path / SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")
+    return path / SUMS_FILE if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
-def list_members(path: TreePath) -> list[str]:
+def list_checkpoint_files(path: TreePath) -> list[str]:
     """List all files of the checkpoint at *path*, relative to it."""
     if path.is_file():
         return [path.name]
     items = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
-    return sorted(str(item.relative_to(path)) for item in items if item != path / SUMS)
+    return sorted(str(item.relative_to(path)) for item in items if item != path / SUMS_FILE)
 
 
-def find_unlistable(path: TreePath) -> list[Finding]:
+def find_unlistable_files(path: TreePath) -> list[Finding]:
     """Return findings about files that cannot be listed, such as links to other folders."""
     findings: list[Finding] = []
-    with source_files(get_root(path)) as files:
-        for name in list_members(path):
+    with source_files(get_checkpoint_folder(path)) as files:
+        for name in list_checkpoint_files(path):
             try:
                 files.size(name)
             except CkptError as error:
@@ -201,8 +205,8 @@ def find_unlistable(path: TreePath) -> list[Finding]:
     return findings
 
 
-def write_list(
-    path: TreePath, jobs: int | None, progress: StartProgress, ranks: Coordinator
+def write_checksum_list(
+    path: TreePath, jobs: int | None, progress: StartProgress, ranks: RankCollectives
 ) -> str:
     """Write the SHA-256 sums of all files of a checkpoint, and return the path of the list.
 
@@ -212,11 +216,11 @@ def write_list(
     from ckptctl.ranks.sharing import select_rank_share
 
     names, target, threads = (
-        list_members(path),
-        get_list_path(path),
+        list_checkpoint_files(path),
+        get_checksum_list_path(path),
         jobs or get_default_thread_count(),
     )
-    with source_files(get_root(path)) as files:
+    with source_files(get_checkpoint_folder(path)) as files:
         sizes = run_on_all_ranks(ranks, lambda: {name: files.size(name) for name in names})
         own_names = select_rank_share(ranks, names, sizes.__getitem__)
 
@@ -235,7 +239,7 @@ def write_list(
 
 
 def _publish_list(target: TreePath, content: str) -> None:
-    require_no_list(target)
+    require_no_checksum_list(target)
     with stage_output(Path(target), single_file=True) as stage:
         write_file(stage.data / target.name, os.fsencode(content))
         stage.publish()

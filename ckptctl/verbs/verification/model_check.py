@@ -67,7 +67,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     return findings, missing_tensors.scope
 
 
-def check_recognized(
+def recognize_and_check_model(
     catalog: Catalog, model_type: str | None, notes: Notes
 ) -> tuple[list[Finding], Scope]:
     """Recognize the model in *catalog* and check it, unless it contains several models."""
@@ -82,7 +82,7 @@ def check_recognized(
     return check_model(model, notes)
 
 
-def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
+def is_determined_by_index(catalog: Catalog, notes: Notes) -> bool:
     """Return whether the result of the model check only depends on the index.
 
     It also depends on files or tensors that quantization makes it read, and on paths in notes.
@@ -99,7 +99,7 @@ def iterate_contradictions(model: Model) -> Iterator[Finding]:
         contradictions = find_contradictions(model)
     except MappingError as error:
         message = "cannot interpret the description of the model"
-        severity: Severity = "unknown" if _is_misread(model) else "warning"
+        severity: Severity = "unknown" if _is_config_misread(model) else "warning"
         yield Finding(message, error.summary, severity, basis="model")
         return
     for contradiction in contradictions:
@@ -108,7 +108,7 @@ def iterate_contradictions(model: Model) -> Iterator[Finding]:
         yield Finding(message, why, "unknown", basis="model")
 
 
-def _is_misread(model: Model) -> bool:
+def _is_config_misread(model: Model) -> bool:
     """Return whether config.json cannot be interpreted, although transformers loads it."""
     try:
         find_contradictions(model, (CONFIG,))

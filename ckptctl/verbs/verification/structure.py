@@ -21,9 +21,9 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize, sort_naturally
 from ckptctl.verdict import Severity
 
-ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
+ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 NOT_WRITTEN = "a data file was not completely written"
-DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
+RANK_FILE = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
 """First byte, end, name and codec of each range in one file."""
 
@@ -46,7 +46,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     tiling = [
         finding
         for entry in catalog.tensors.values()
-        for finding in _check_tiling(catalog, entry, catalog.lost.get(entry.name, ()), unread)
+        for finding in _check_coverage(catalog, entry, catalog.lost.get(entry.name, ()), unread)
     ]
     yield from downgrade_unproven((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
@@ -54,7 +54,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
     yield from _check_files(catalog)
 
 
-def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
+def is_about_unreadable_tensor(finding: Finding, catalog: Catalog) -> bool:
     """Return whether *finding* only states that the tensor cannot be read."""
     entry = catalog.tensors.get(finding.tensor or "")
     return entry is not None and entry.unsupported is not None
@@ -68,18 +68,18 @@ def is_possibly_zip(files: SourceFiles, name: str) -> bool:
         return True
 
 
-def _check_tiling(
+def _check_coverage(
     catalog: Catalog, entry: TensorEntry, lost: Sequence[tuple[Box, str]], unread: Sequence[str]
 ) -> Iterator[Finding]:
     if entry.unsupported:
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
         return
     try:
-        tiling = compute_coverage(entry.shape, get_boxes(entry.extents))
+        coverage = compute_coverage(entry.shape, get_boxes(entry.extents))
     except UnsupportedError as error:
-        tiling = Coverage()
+        coverage = Coverage()
         yield finding_from_error(error, tensor=entry.name)
-    for box in tiling.outside:
+    for box in coverage.outside:
         yield Finding(
             "a chunk is outside its tensor",
             f"the tensor has shape {list(entry.shape)}",
@@ -88,7 +88,7 @@ def _check_tiling(
             box=box,
             basis="index",
         )
-    for box in tiling.overlaps:
+    for box in coverage.overlaps:
         holders = [e.file for e in entry.extents if not e.box.sizes or intersect_boxes(e.box, box)]
         yield Finding(
             "elements are stored more than once",
@@ -97,11 +97,11 @@ def _check_tiling(
             box=box,
             basis="index",
         )
-    for box in tiling.holes:
-        yield from _describe_hole(catalog, entry, box, lost, unread)
+    for box in coverage.holes:
+        yield from _iterate_hole_findings(catalog, entry, box, lost, unread)
 
 
-def _describe_hole(
+def _iterate_hole_findings(
     catalog: Catalog,
     entry: TensorEntry,
     hole: Box,
@@ -111,7 +111,7 @@ def _describe_hole(
     """Yield a finding for each file known to contain a part of *hole*, or one for all of *hole*."""
     parts = find_lost_parts(hole, lost)
     for box, file in parts:
-        rank = f" (rank {int(match[1])})" if (match := DISTCP.fullmatch(file)) else ""
+        rank = f" (rank {int(match[1])})" if (match := RANK_FILE.fullmatch(file)) else ""
         why = f"stored in `{file}`{rank}, which is missing or damaged"
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
@@ -144,8 +144,8 @@ def _list_unread_files(catalog: Catalog) -> list[str]:
 
 def _describe_suspect(catalog: Catalog, entry: TensorEntry) -> str:
     """Describe the rank that should store the missing elements, if only one has no chunk."""
-    ranks = {int(m[1]) for file in catalog.files if (m := DISTCP.fullmatch(file))}
-    ranks_with_chunks = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
+    ranks = {int(m[1]) for file in catalog.files if (m := RANK_FILE.fullmatch(file))}
+    ranks_with_chunks = {int(m[1]) for e in entry.extents if (m := RANK_FILE.fullmatch(e.file))}
     if not ranks_with_chunks or max(ranks) >= 2 * len(ranks) + 2:
         return ""
     absent = set(range(max(ranks) + 1)) - ranks_with_chunks
@@ -277,9 +277,9 @@ def _check_zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Find
             return
 
 
-def _list_zip_heads(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
+def _list_zip_heads(file_ranges: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
     """Return the offset to read ahead if the file may be a zip."""
-    file, ranges = one
+    file, ranges = file_ranges
     return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()
 
 
@@ -312,7 +312,7 @@ def _check_moments(catalog: Catalog) -> Iterator[Finding]:
     slots_by_parameter: dict[str, set[str]] = {}
     for name in (*catalog.tensors, *catalog.blobs):
         parameter, _, slot = name.rpartition(".")
-        if slot in ADAM:
+        if slot in ADAM_SLOTS:
             slots_by_parameter.setdefault(parameter, set()).add(slot)
     usual = max(slots_by_parameter.values(), key=len, default=set())
     for parameter, slots in slots_by_parameter.items():
@@ -328,6 +328,6 @@ def _check_moments(catalog: Catalog) -> Iterator[Finding]:
                 yield Finding(message, why, severity, tensor=missing_name, basis="index")
 
 
-def get_root(path: TreePath) -> TreePath:
+def get_checkpoint_folder(path: TreePath) -> TreePath:
     """Return *path* if it is a directory, else its parent."""
     return path if path.is_dir() else path.parent

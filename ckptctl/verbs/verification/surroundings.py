@@ -40,7 +40,7 @@ TRAINER_FILES = re.compile(
     re.ASCII,
 )
 """Files that transformers' Trainer and accelerate write next to a model by ``torch.save``."""
-LEFTOVER = re.compile(
+LEFTOVER_NAME = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
     r"|.*-tmp-\d+",
     re.IGNORECASE,
@@ -64,12 +64,12 @@ def check_surroundings(
     root = catalog.root if catalog else path
     if not path.is_dir():
         return
-    for item in iterate_unfinished(root):
+    for item in iterate_unfinished_downloads(root):
         name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
         yield Finding("a download is unfinished", None, "warning", name)
     data_files = catalog.files if catalog else {}
     for folder in sorted({root, *((root / name).parent for name in data_files)}):
-        yield from _check_strays(root, folder, catalog)
+        yield from _check_stray_files(root, folder, catalog)
     yield from _iterate_empty_folders(root, data_files)
     if catalog and catalog.format == HF:
         yield from _check_trainer_state(root)
@@ -119,11 +119,11 @@ def _compare_shards(folder: TreePath, catalog: Catalog, *, values: bool) -> Iter
                 *SHARD_FINDING,
                 name,
             )
-        elif values and not _is_same(catalog, parts, name):
+        elif values and not _has_same_elements(catalog, parts, name):
             yield Finding(SHARDS_DIFFER, f"the elements of `{name}` differ", *SHARD_FINDING, name)
 
 
-def _is_same(catalog: Catalog, parts: Catalog, name: str) -> bool:
+def _has_same_elements(catalog: Catalog, parts: Catalog, name: str) -> bool:
     """Return whether a tensor has equal elements here and in the shards.
 
     Tensors without dimensions are skipped: torch sets them to 0, which a note of the format states.
@@ -131,9 +131,11 @@ def _is_same(catalog: Catalog, parts: Catalog, name: str) -> bool:
     consolidated, sharded = catalog.tensors[name], parts.tensors[name]
     if not consolidated.shape:
         return True
-    below = tuple(replace(extent, file=f"{SHARDED}/{extent.file}") for extent in sharded.extents)
+    prefixed_extents = tuple(
+        replace(extent, file=f"{SHARDED}/{extent.file}") for extent in sharded.extents
+    )
     with source_files(catalog.root) as files:
-        return are_tensors_equal(files, consolidated, replace(sharded, extents=below))
+        return are_tensors_equal(files, consolidated, replace(sharded, extents=prefixed_extents))
 
 
 def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Iterator[Finding]:
@@ -146,7 +148,9 @@ def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Itera
                 yield Finding("a folder is empty", why, "error", str(item.relative_to(root)))
 
 
-def _check_strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterator[Finding]:
+def _check_stray_files(
+    root: TreePath, folder: TreePath, catalog: Catalog | None
+) -> Iterator[Finding]:
     files = catalog.files if catalog else {}
     known_forms = {_normalize_numbers(Path(name).name) for name in files}
     known_files = {*files, *(finding.file for finding in catalog.findings)} if catalog else set()
@@ -154,7 +158,7 @@ def _check_strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> 
         name = str(item.relative_to(root))
         if name in known_files:
             continue
-        if LEFTOVER.fullmatch(item.name):
+        if LEFTOVER_NAME.fullmatch(item.name):
             yield Finding("a leftover of an unfinished save", None, "warning", name)
         elif catalog and name not in catalog.assets:
             is_data = item.suffix in DATA_SUFFIXES or _normalize_numbers(item.name) in known_forms
@@ -192,7 +196,7 @@ def _check_pointers(folder: TreePath) -> Iterator[Finding]:
 DOWNLOAD_FOLDER = ".cache/huggingface/download"
 
 
-def iterate_unfinished(root: TreePath) -> Iterator[TreePath]:
+def iterate_unfinished_downloads(root: TreePath) -> Iterator[TreePath]:
     """Yield partial files of interrupted downloads to *root*."""
     yield from sorted((root / DOWNLOAD_FOLDER).rglob("*.incomplete"))
     repository = find_hub_cache_repository(resolve_links(root))
@@ -222,7 +226,7 @@ def read_hub_digests(
     findings: list[Finding] = []
     for folder in sorted(folders):
         digests += _iterate_cached_digests(files.root, folder)
-        for record, name in _iterate_records(files.root, folder):
+        for record, name in _iterate_download_records(files.root, folder):
             line = _parse_record(record, files.root / name, name)
             if line is None:
                 message = "the record of a download cannot be read"
@@ -256,7 +260,7 @@ def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDi
                 yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
 
-def _iterate_records(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
+def _iterate_download_records(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
     """Yield the record of each downloaded file in a folder, and the file relative to *root*.
 
     The download folder may be a parent, since repositories contain folders.

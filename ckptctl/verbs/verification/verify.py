@@ -17,7 +17,7 @@ from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.ranks.coordinator import (
-    Coordinator,
+    RankCollectives,
     SingleProcess,
     require_same_settings,
     run_on_all_ranks,
@@ -28,10 +28,14 @@ from ckptctl.storage.sources import require_same_file
 from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification import digest_lists
-from ckptctl.verbs.verification.structure import check_structure, get_root, is_about_unread
+from ckptctl.verbs.verification.structure import (
+    check_structure,
+    get_checkpoint_folder,
+    is_about_unreadable_tensor,
+)
 from ckptctl.verbs.verification.surroundings import check_surroundings
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-from ckptctl.verbs.verification.verify_result import Verification, exclude_known
+from ckptctl.verbs.verification.verify_result import Verification, exclude_known_findings
 from ckptctl.verdict import Scope, Verdict, decide_verdict, strip_structure_claim
 
 OTHER_MANIFEST = f"{MANIFEST} describes other tensors"
@@ -109,7 +113,7 @@ def verify_checkpoint(
     path: str | TreePath,
     options: VerifyOptions | None = None,
     progress: StartProgress = ignore_progress,
-    ranks: Coordinator | None = None,
+    ranks: RankCollectives | None = None,
 ) -> Verification:
     """Verify the checkpoint at *path* and list all findings."""
     return verify_with_catalog(path, options or VerifyOptions(), progress, ranks)[0]
@@ -119,7 +123,7 @@ def verify_with_catalog(
     path: str | TreePath,
     options: VerifyOptions,
     progress: StartProgress = ignore_progress,
-    ranks: Coordinator | None = None,
+    ranks: RankCollectives | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint, and return the result with its catalog or the readable part of it.
@@ -135,19 +139,25 @@ def verify_with_catalog(
             f"option `{option.name}`": getattr(options, option.name) for option in fields(options)
         }
         files = catalog and dict(catalog.files)
-        same = {"the path": state.path, **option_values, "the files of the checkpoint": files}
-        require_same_settings(ranks, same)
+        shared_settings = {
+            "the path": state.path,
+            **option_values,
+            "the files of the checkpoint": files,
+        }
+        require_same_settings(ranks, shared_settings)
         passed = bool(index_checks and catalog and index_checks.has_passed(catalog))
         if catalog is not None:
             state.findings += check_structure(catalog, index_passed=passed)
             _verify_data(state, catalog, options, progress, ranks)
-        read = options.level == "full" and state.complete
+        has_read_data = options.level == "full" and state.complete
 
-        def check_around() -> list[Finding]:
-            return list(check_surroundings(state.path, catalog, values=read))
+        def check_nearby_files() -> list[Finding]:
+            return list(check_surroundings(state.path, catalog, values=has_read_data))
 
         state.findings += (
-            ranks.broadcast(run_on_rank_zero(ranks, check_around)) if read else check_around()
+            ranks.broadcast(run_on_rank_zero(ranks, check_nearby_files))
+            if has_read_data
+            else check_nearby_files()
         )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options.model_type, index_checks, passed=passed)
@@ -192,7 +202,9 @@ def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _Verifi
         )
     state = _open_checkpoint(formats.to_existing_path(path), options)
     if options.manifest:
-        digest_lists.require_no_list(digest_lists.get_list_path(state.listed_path))
+        digest_lists.require_no_checksum_list(
+            digest_lists.get_checksum_list_path(state.listed_path)
+        )
     return state
 
 
@@ -215,7 +227,7 @@ def _open_checkpoint(path: TreePath, options: VerifyOptions) -> _VerificationSta
             part = None
         if part is None or not part.findings:
             return _VerificationState(
-                real, name, findings=[finding_from_error(error, get_root(real))]
+                real, name, findings=[finding_from_error(error, get_checkpoint_folder(real))]
             )
         return _VerificationState(real, name, part, list(part.findings))
 
@@ -229,7 +241,7 @@ def _verify_data(
     catalog: Catalog,
     options: VerifyOptions,
     progress: StartProgress,
-    ranks: Coordinator,
+    ranks: RankCollectives,
 ) -> None:
     state.findings += [
         Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
@@ -246,33 +258,35 @@ def _verify_data(
         read_item_headers,
         select_rank_replicas,
     )
-    from ckptctl.verbs.verification.data import read_data
+    from ckptctl.verbs.verification.data import check_data
 
-    everything = add_replica_extents(catalog)
-    located, resolve_findings = read_item_headers(everything)
+    catalog_with_replicas = add_replica_extents(catalog)
+    located, resolve_findings = read_item_headers(catalog_with_replicas)
     state.findings += resolve_findings
     if full or options.nan:
-        findings, proof, state.bytes_read = read_data(
-            everything, located, full, options.nan, options.jobs, progress, ranks
+        findings, proof, state.bytes_read = check_data(
+            catalog_with_replicas, located, full, options.nan, options.jobs, progress, ranks
         )
         own_differences = run_on_all_ranks(
             ranks, lambda: list(find_differing_replicas(select_rank_replicas(catalog, ranks)))
         )
-        unequal = [finding for part in ranks.all_gather(own_differences) for finding in part]
+        replica_findings = [
+            finding for part in ranks.all_gather(own_differences) for finding in part
+        ]
         if full:
             # Checksums neither cover missing elements, nor show which copy is correct.
             names_with_findings = {
-                f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"
+                f.tensor for f in (*state.findings, *replica_findings) if f.severity != "warning"
             }
             sound = (
                 entry for name, entry in located.tensors.items() if name not in names_with_findings
             )
             state.verified = {
-                n: count for n, count in proof.count_bytes().items() if n in catalog.files
+                n: count for n, count in proof.count_bytes_by_file().items() if n in catalog.files
             }
-            state.verified_tensors = proof.count_tensors(sound)
+            state.verified_tensors = proof.count_verified_tensors(sound)
             state.compared = proof.compared
-        state.findings += [*exclude_known(state.findings, findings), *unequal]
+        state.findings += [*exclude_known_findings(state.findings, findings), *replica_findings]
 
 
 def _check_model(
@@ -289,20 +303,25 @@ def _check_model(
         state.notes += texts if state.complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
-    from ckptctl.verbs.verification.model_check import check_recognized, needs_index_only
+    from ckptctl.verbs.verification.model_check import (
+        is_determined_by_index,
+        recognize_and_check_model,
+    )
 
     notes = Notes()
-    findings, state.scope = check_recognized(catalog, model_type, notes)
+    findings, state.scope = recognize_and_check_model(catalog, model_type, notes)
     state.findings += findings
     texts = notes.get_texts()
     state.notes += texts if state.complete else strip_structure_claim(texts)
-    if index_checks and not state.findings and needs_index_only(catalog, notes):
+    if index_checks and not state.findings and is_determined_by_index(catalog, notes):
         index_checks.add_passed(catalog, state.scope, notes)
 
 
 def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
     """Return whether there are no findings except about unreadable tensors."""
-    relevant = (finding for finding in state.findings if not is_about_unread(finding, catalog))
+    relevant = (
+        finding for finding in state.findings if not is_about_unreadable_tensor(finding, catalog)
+    )
     return decide_verdict(relevant) is Verdict.COMPLETE
 
 
@@ -321,13 +340,13 @@ def _list_checksum_files(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _write_checksum_list(
-    state: _VerificationState, jobs: int | None, progress: StartProgress, ranks: Coordinator
+    state: _VerificationState, jobs: int | None, progress: StartProgress, ranks: RankCollectives
 ) -> None:
     """Write the SHA-256 sums of the files if the checkpoint is complete."""
     path = state.listed_path
-    state.findings += digest_lists.find_unlistable(path)
+    state.findings += digest_lists.find_unlistable_files(path)
     if not all(ranks.all_gather(state.complete)):
-        name = digest_lists.get_list_path(path).name
+        name = digest_lists.get_checksum_list_path(path).name
         state.notes.append(f"{name} was not written because the checkpoint is not complete")
     else:
-        state.manifest = digest_lists.write_list(path, jobs, progress, ranks)
+        state.manifest = digest_lists.write_checksum_list(path, jobs, progress, ranks)

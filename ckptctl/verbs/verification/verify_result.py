@@ -172,7 +172,7 @@ class Verification(
         return None if verified is None else self.nbytes - verified
 
 
-def exclude_known(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
+def exclude_known_findings(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
     """Return the findings of *more* that are not among *known*."""
     known_keys = {(finding.what, finding.why, finding.file) for finding in known}
     return [

@@ -96,7 +96,7 @@ def test_needed_packages_match_pyproject():
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    names = [doctor._NEED.match(text)[1] for text in project["dependencies"]]
+    names = [doctor._REQUIREMENT.match(text)[1] for text in project["dependencies"]]
     assert names == list(doctor.REQUIREMENTS)
 
 
@@ -109,8 +109,8 @@ def test_slow_checksums_are_a_warning(run, tmp_path, monkeypatch):
 
 def test_slow_start_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "HEAVY_PACKAGES", ())
-    assert doctor._check_start(0.1).status == "ok"
-    assert doctor._check_start(0.9).status == "warn"
+    assert doctor._check_startup_time(0.1).status == "ok"
+    assert doctor._check_startup_time(0.9).status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_slow_start_is_a_warning(monkeypatch):
             "--max-shard-size",
         ),
         ("names", doctor.is_case_sensitive, False, "warn", "differ only in case"),
-        ("clock", doctor.measure_clock_ahead, 3600.0, "warn", "synchronize the clocks"),
-        ("clock", doctor.measure_clock_ahead, -3600.0, "warn", "synchronize the clocks"),
+        ("clock", doctor.measure_clock_skew, 3600.0, "warn", "synchronize the clocks"),
+        ("clock", doctor.measure_clock_skew, -3600.0, "warn", "synchronize the clocks"),
         ("sync", doctor.measure_sync_seconds, 2.0, "warn", "synced"),
         ("locks", doctor.find_lock_problem, "No locks available", "fail", "enable file locks"),
     ],

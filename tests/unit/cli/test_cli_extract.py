@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptctl.verbs.extraction.extract import MAX_SHOWN
+from ckptctl.verbs.extraction.extract import MAX_PREVIEWS
 from tests.checkpoints import save_dcp, save_hf, tiny_llama
 
 
@@ -92,11 +92,13 @@ def test_each_preview_follows_its_row(run, whole):
 
 def test_omitted_previews_are_noted(run, tmp_path):
     path = tmp_path / "many.safetensors"
-    save_file({name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(MAX_SHOWN))]}, path)
+    save_file(
+        {name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(MAX_PREVIEWS))]}, path
+    )
     result = run("extract", path, "*")
     assert (
         result.stderr
-        == f"note: values are only shown for up to {MAX_SHOWN} tensors; {MAX_SHOWN + 1} match\n"
+        == f"note: values are only shown for up to {MAX_PREVIEWS} tensors; {MAX_PREVIEWS + 1} match\n"
     )
     assert not run("extract", path, "w*").stderr
     assert not run("extract", path, "*", "-o", tmp_path / "out.pt").stderr

@@ -139,4 +139,4 @@ def test_odd_names_are_kept(name):
     ],
 )
 def test_spans_compress_indices_into_ranges(indices, text):
-    assert listing.format_spans(indices) == text
+    assert listing.format_index_ranges(indices) == text

@@ -16,11 +16,11 @@ import torch
 import ckptctl
 from ckptctl.errors import RefusedError
 from ckptctl.integrations.whole import (
-    fingerprint_shards,
+    compute_shard_checksums,
     load_full_model,
     load_full_state_dict,
-    restore_param_keys,
-    save_with_files,
+    restore_optimizer_param_keys,
+    save_with_sidecar_files,
 )
 from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.readers import flatten
@@ -53,7 +53,7 @@ def test_optimizer_state_roundtrips(tmp_path: Path, optimizer: torch.optim.Optim
     ckptctl.save(state, tmp_path / "ours", sync=False)
     save_dcp(tmp_path / "stock", state)
     for folder in ("ours", "stock"):
-        found = restore_param_keys(load_full_state_dict(tmp_path / folder))
+        found = restore_optimizer_param_keys(load_full_state_dict(tmp_path / folder))
         assert found["other"] == {"1": 2}
         (own,) = found["all"]
         assert list(own["state"]) == list(state["all"][0]["state"])
@@ -70,10 +70,10 @@ def test_model_is_read_in_another_layout(tmp_path: Path) -> None:
 
 
 def test_sidecar_files_are_saved_with_linked_data(tmp_path: Path) -> None:
-    save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    save_with_sidecar_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     assert not differences(load_any_reference(tmp_path / "a"), flatten(STATE))
     assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
-    save_with_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    save_with_sidecar_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
     assert (tmp_path / "b" / "__0_0.distcp").samefile(tmp_path / "a" / "__0_0.distcp")
     assert (tmp_path / "a" / "notes.txt").read_bytes() == b"1"
     assert (tmp_path / "b" / "notes.txt").read_bytes() == b"2"
@@ -81,7 +81,7 @@ def test_sidecar_files_are_saved_with_linked_data(tmp_path: Path) -> None:
 
 
 def test_unlinkable_data_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_with_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
+    save_with_sidecar_files(STATE, tmp_path / "a", {"notes.txt": b"1"})
     real = os.link
     done: list[Path] = []
 
@@ -92,31 +92,33 @@ def test_unlinkable_data_is_written_again(tmp_path: Path, monkeypatch: pytest.Mo
         done.append(target)
 
     monkeypatch.setattr(os, "link", link)
-    save_with_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
-    save_with_files(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
+    save_with_sidecar_files(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
+    save_with_sidecar_files(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
     for name in ("b", "c"):
         assert ckptctl.verify(tmp_path / name).verdict == "complete"
         assert not (tmp_path / name / ".metadata").samefile(tmp_path / "a" / ".metadata")
 
 
 def test_checkpoint_is_replaced_but_other_folder_is_refused(tmp_path: Path) -> None:
-    save_with_files(STATE, tmp_path / "a", {"meta.pt": b"1"})
-    save_with_files({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
+    save_with_sidecar_files(STATE, tmp_path / "a", {"meta.pt": b"1"})
+    save_with_sidecar_files({"model": {"w": torch.zeros(2)}}, tmp_path / "a", {"meta.pt": b"2"})
     assert (tmp_path / "a" / "meta.pt").read_bytes() == b"2"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     with pytest.raises(RefusedError):
-        save_with_files(STATE, tmp_path / "mine", {})
+        save_with_sidecar_files(STATE, tmp_path / "mine", {})
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a", "mine"]
 
 
 def test_fingerprint_depends_only_on_tensor_bytes() -> None:
-    before = fingerprint_shards(STATE)
-    assert before == fingerprint_shards({"model": {"w": STATE["model"]["w"].clone()}, "step": 4})
+    before = compute_shard_checksums(STATE)
+    assert before == compute_shard_checksums(
+        {"model": {"w": STATE["model"]["w"].clone()}, "step": 4}
+    )
     changed = STATE["model"]["w"].clone()
     changed[3, 2] += 1
-    assert before != fingerprint_shards({"model": {"w": changed}})
-    assert before != fingerprint_shards({"model": {"w": STATE["model"]["w"].t().contiguous()}})
+    assert before != compute_shard_checksums({"model": {"w": changed}})
+    assert before != compute_shard_checksums({"model": {"w": STATE["model"]["w"].t().contiguous()}})
 
 
 def test_docs_page_imports_existing_integrations() -> None:

@@ -15,7 +15,7 @@ import pytest
 from ckptctl.errors import FormatError, SourceNotFoundError, StorageError, UnsupportedError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs import listing
-from ckptctl.runs.listing import find_newest, read_run
+from ckptctl.runs.listing import find_newest_checkpoint, read_run
 from ckptctl.runs.notes import read_recorded_step
 from ckptctl.runs.removal import plan_prune
 from ckptctl.verbs.verification import model_check
@@ -38,7 +38,7 @@ def test_checkpoints_are_sorted_by_step(tmp_path):
     for step in (10, 9, 100, 1):
         save_step(tmp_path / f"step-{step}")
     assert list(states(tmp_path)) == ["step-1", "step-9", "step-10", "step-100"]
-    assert find_newest(tmp_path).chosen.entry.path.name == "step-100"
+    assert find_newest_checkpoint(tmp_path).chosen.entry.path.name == "step-100"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_checkpoint_without_usual_companion_is_complete_with_doubt(tmp_path):
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
             age(tmp_path / f"checkpoint-{step}", START + 60 * step)
     assert states(tmp_path)["checkpoint-3"] == "complete"
-    seen = find_newest(tmp_path)
+    seen = find_newest_checkpoint(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert (found.entry.path.name, skipped) == ("checkpoint-3", ())
     assert found.lacks == "trainer_state.json"
@@ -139,7 +139,7 @@ def test_newest_reports_missing_accelerate_random_states(tmp_path):
         if step != 3:
             (path / "random_states_0.pkl").write_bytes(b"x")
             age(path, START + 60 * step)
-    assert find_newest(tmp_path).chosen.lacks == "random_states_0.pkl"
+    assert find_newest_checkpoint(tmp_path).chosen.lacks == "random_states_0.pkl"
 
 
 def test_companion_lookups_grow_linearly_with_run(tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_unreadable_checkpoint_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
     assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
     with pytest.raises(StorageError, match="cannot be read") as caught:
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
     assert caught.value.where == str(tmp_path / "step-2")
     assert "EACCES" in caught.value.why
     assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
@@ -404,14 +404,14 @@ def test_checkpoint_time_is_mtime_of_weights(tmp_path):
     (path / "SHA256SUMS").write_text("later")
     (found,) = read_run(tmp_path).checkpoints
     assert found.entry.time == START + 60
-    assert found.entry.touched > START + 60
+    assert found.entry.last_modified > START + 60
 
 
 def test_newest_skips_incomplete_checkpoint(tmp_path):
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
     sorted((tmp_path / "step-3").glob("*.safetensors"))[1].unlink()
-    seen = find_newest(tmp_path)
+    seen = find_newest_checkpoint(tmp_path)
     found, skipped = seen.chosen, seen.skipped
     assert found.entry.path == tmp_path / "step-2"
     assert [one.name for one in skipped] == ["step-3"]
@@ -420,13 +420,13 @@ def test_newest_skips_incomplete_checkpoint(tmp_path):
 def test_newest_prefers_most_recently_written_series(tmp_path):
     save_step(tmp_path / "epoch_1", START + 99_999)
     save_step(tmp_path / "step-500")
-    assert find_newest(tmp_path).chosen.entry.path.name == "epoch_1"
+    assert find_newest_checkpoint(tmp_path).chosen.entry.path.name == "epoch_1"
 
 
 def test_newest_without_complete_checkpoint_is_an_error(tmp_path):
     tear(save_step(tmp_path / "step-1"))
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found") as caught:
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
     assert "step-1" in caught.value.why
 
 
@@ -434,7 +434,7 @@ def test_newest_error_explains_incomplete_checkpoint(tmp_path):
     for step in (1, 2):
         tear(save_step(tmp_path / "a run" / f"step-{step}"))
     with pytest.raises(SourceNotFoundError) as caught:
-        find_newest(tmp_path / "a run")
+        find_newest_checkpoint(tmp_path / "a run")
     assert caught.value.why.startswith("step-2: ") and caught.value.why.endswith("(and 1 more)")
     assert caught.value.hint.startswith(f"run `ckptctl verify '{tmp_path}/a run/step-2'`")
 
@@ -452,7 +452,7 @@ def test_linked_checkpoint_is_listed_and_can_be_newest(tmp_path):
     assert (link.to_json()["link"], link.protection) == ("../other/step-300", ("a symbolic link",))
     assert read_run(root).others == ("step-400", "step-500")
     assert read_run(root).newest == {"step-100"}
-    assert find_newest(root).chosen.entry.path == root / "step-300"
+    assert find_newest_checkpoint(root).chosen.entry.path == root / "step-300"
 
 
 def test_linked_checkpoint_without_usual_companion_has_doubt(tmp_path):
@@ -461,7 +461,7 @@ def test_linked_checkpoint_without_usual_companion_has_doubt(tmp_path):
         (save_step(root / f"checkpoint-{step}") / "trainer_state.json").write_text("{}")
     save_step(tmp_path / "checkpoint-3")
     (root / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
-    assert find_newest(root).chosen.lacks == "trainer_state.json"
+    assert find_newest_checkpoint(root).chosen.lacks == "trainer_state.json"
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last-v1.ckpt"])
@@ -469,7 +469,7 @@ def test_lightning_last_ckpt_is_newest_by_step(tmp_path, name):
     lightning(tmp_path / "epoch=0-step=3.ckpt", 3, "", None, None)
     lightning(tmp_path / name, 5, "", None, None)
     age(tmp_path / name, START)
-    found = find_newest(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert (found.chosen.entry.path.name, found.chosen.step) == (name, 5)
     assert [one.name for one in found.others] == ["epoch=0-step=3.ckpt"], "a later time"
     assert states(tmp_path) == {"epoch=0-step=3.ckpt": "complete", name: "complete"}
@@ -481,16 +481,16 @@ def test_newest_prefers_numbered_name_over_last_ckpt(tmp_path, numbered):
     lightning(tmp_path / numbered, 5, "", None, None)
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
     age(tmp_path / "last.ckpt", START + 9000)
-    found = find_newest(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert (found.chosen.entry.path.name, found.others) == (numbered, ())
 
 
 def test_single_last_ckpt_is_newest_unless_damaged(tmp_path):
     lightning(tmp_path / "last.ckpt", 5, "", None, None)
-    assert find_newest(tmp_path).chosen.entry.path.name == "last.ckpt"
+    assert find_newest_checkpoint(tmp_path).chosen.entry.path.name == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"torn")
     with pytest.raises(FormatError) as caught:
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
     assert "`last.ckpt` does not record the step" in caught.value.why
 
 
@@ -592,19 +592,19 @@ def test_newest_refuses_unknown_newest_checkpoint(tmp_path):
     with pytest.raises(
         UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
     (tmp_path / "epoch=0-step=1.ckpt").unlink()
     with pytest.raises(
         UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
 
 
 def test_newest_ignores_older_unknown_checkpoints(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
-    assert find_newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
+    assert find_newest_checkpoint(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
 
 
 def test_newest_skips_recent_unrecognized_checkpoint(tmp_path):
@@ -612,22 +612,22 @@ def test_newest_skips_recent_unrecognized_checkpoint(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
     assert states(tmp_path)["checkpoint-2"] == "unknown, being written"
-    assert find_newest(tmp_path).chosen.entry.path.name == "checkpoint-1"
+    assert find_newest_checkpoint(tmp_path).chosen.entry.path.name == "checkpoint-1"
     age(tmp_path / "checkpoint-2", START + 120)
     assert states(tmp_path)["checkpoint-2"] == "unknown"
     with pytest.raises(UnsupportedError):
-        find_newest(tmp_path)
+        find_newest_checkpoint(tmp_path)
 
 
 def test_equal_indexes_share_one_model_check(tmp_path, monkeypatch):
     checked = []
-    check = model_check.check_recognized
+    check = model_check.recognize_and_check_model
 
     def counted_check(catalog, *args):
         checked.append(catalog.root.name)
         return check(catalog, *args)
 
-    monkeypatch.setattr(model_check, "check_recognized", counted_check)
+    monkeypatch.setattr(model_check, "recognize_and_check_model", counted_check)
     for step in (1, 2, 3, 4, 5):
         shutil.copytree(DATA / "tiny-llama3-hf", tmp_path / f"step-{step}")
     config = tmp_path / "step-3" / "config.json"

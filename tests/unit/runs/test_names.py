@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ckptctl.runs.names import is_last, parse_name, parse_staged_name
+from ckptctl.runs.names import is_lightning_last, parse_name, parse_staged_name
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_other_names_are_not_checkpoints(name):
     ],
 )
 def test_lightning_last_names_are_recognized(name, last):
-    assert is_last(name) is last
+    assert is_lightning_last(name) is last
 
 
 def test_metrics_are_parsed_from_names():

@@ -23,8 +23,15 @@ from ckptctl.errors import RefusedError, StorageError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs import protections
 from ckptctl.runs.health import read_metrics
-from ckptctl.runs.listing import find_newest, read_run
-from ckptctl.runs.protections import NAMING, POINTERS, PROTECTIONS, Pointers, Protection, RunView
+from ckptctl.runs.listing import find_newest_checkpoint, read_run
+from ckptctl.runs.protections import (
+    NAMING_PROTECTIONS,
+    POINTERS,
+    PROTECTIONS,
+    Pointers,
+    Protection,
+    RunView,
+)
 from ckptctl.runs.removal import Trainer, plan_prune, run_prune
 from ckptctl.storage import json_reader, trash
 from tests.checkpoints import load_any_reference
@@ -338,7 +345,7 @@ def test_deeply_nested_folders_are_pruned(apart: Path, run: Path, depth: int) ->
     nest(run / "step-1", depth)
     nest(run, depth)
     os.utime(run / "step-1", (START, START))
-    assert find_newest(run).chosen.name == "step-4"
+    assert find_newest_checkpoint(run).chosen.name == "step-4"
     assert len(read_run(run).checkpoints) == 4
     assert run_prune(plan_prune(run, LAST, now=START * 2)).done == ("step-1", "step-2", "step-3")
     assert sorted(item.name for item in run.iterdir()) == ["deep", "step-4"]
@@ -582,7 +589,7 @@ def test_megatron_tracker_to_missing_iteration_allows_prune(
 
 def test_docs_list_every_pointer_file() -> None:
     text = (DOCS / "how-to" / "free-a-full-disk.md").read_text()
-    for one in NAMING:
+    for one in NAMING_PROTECTIONS:
         assert f"`{one.file}`" in text, f"{one.trainer} names checkpoints in {one.file}"
 
 
@@ -661,7 +668,7 @@ def test_each_protection_keeps_or_skips_checkpoint(run: Path, one: Protection) -
     assert name not in gone and "step-3" in gone, decision.reasons
     checkpoints = [decision.checkpoint for decision in plan.decisions]
     view = RunView(run, checkpoints, Pointers.read(run), used)
-    assert any(name in (claim.name, Path(claim.text).name) for claim in one.claims(view))
+    assert any(name in (claim.name, Path(claim.text).name) for claim in one.find_claims(view))
     assert decision.action == ("keep" if one.effect == "stays" else "skip")
 
 
@@ -676,7 +683,7 @@ def test_malformed_run_record_protects_checkpoint(run: Path, text: str) -> None:
     assert listed.protection[0].startswith("its `ckptctl.run.json` cannot be read: ")
     plan = plan_prune(run, Policy(last=1))
     assert [one.action for one in plan.decisions] == ["remove", "skip", "remove", "keep"]
-    found = find_newest(run)
+    found = find_newest_checkpoint(run)
     assert found.chosen.name == "step-4"
     assert "`ckptctl.run.json` of `step-2` cannot be read" in found.doubts[0]
 

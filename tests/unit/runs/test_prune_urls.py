@@ -15,7 +15,7 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats import open_checkpoint
 from ckptctl.planner.retention import Policy
 from ckptctl.remote.store import FsspecStore
-from ckptctl.runs.listing import find_newest, read_run
+from ckptctl.runs.listing import find_newest_checkpoint, read_run
 from ckptctl.runs.removal import PruneResult, plan_prune, run_prune
 from ckptctl.storage import processes
 from ckptctl.storage.paths import resolve_source_path
@@ -155,7 +155,7 @@ def test_prune_killed_at_any_request_can_be_finished(run: str, tmp_path: Path) -
             if name in seen and seen[name].complete:
                 own = [file for file in whole if file.startswith(f"{name}/")]
                 assert set(own) <= set(files(run)), number
-        assert find_newest(resolve_source_path(run), now=LATER).chosen.name == "step-10"
+        assert find_newest_checkpoint(resolve_source_path(run), now=LATER).chosen.name == "step-10"
         interrupted += any("the deletion did not finish" in one.problem for one in seen.values())
         prune(run)
         assert names(run) == ["step-10"], number

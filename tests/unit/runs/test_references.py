@@ -12,7 +12,7 @@ import pytest
 from ckptctl.errors import StorageError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.listing import read_run
-from ckptctl.runs.protections import find_mentioned, is_known_reference
+from ckptctl.runs.protections import find_mentioned_checkpoints, is_known_reference
 from ckptctl.runs.removal import plan_prune, run_prune
 from tests.runs import START, age, save_step, tear
 
@@ -157,7 +157,7 @@ def test_hard_linked_files_count_as_no_freed_bytes(run: Path) -> None:
     ],
 )
 def test_step_in_pointer_text_is_found(text: str, names: tuple[str, ...]) -> None:
-    assert find_mentioned(text, ["step-100"], lambda _: None) == names
+    assert find_mentioned_checkpoints(text, ["step-100"], lambda _: None) == names
 
 
 @pytest.mark.parametrize("text", ["0" * 60_000 + "!", "a" * 60_000 + "!", "step-7", "a.b", "7"])

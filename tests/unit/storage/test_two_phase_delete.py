@@ -63,7 +63,7 @@ def test_trash_with_mount_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -
         two_phase_delete, "list_mounts_in", lambda path: [busy] if path == busy else []
     )
     with lock_for_deletion(root) as found:
-        assert found.list_undeleted() == ["old"]
+        assert found.list_left_in_trash() == ["old"]
     assert "old" in names(root / TRASH_FOLDER)
 
 
@@ -71,7 +71,7 @@ def test_old_trash_is_removed_first(root: Path) -> None:
     """It may be what fills the disk, and a run that fails later has still removed it."""
     (root / TRASH_FOLDER / "old" / "inner").mkdir(parents=True)
     with pytest.raises(KeyError), lock_for_deletion(root) as found:
-        assert found.list_undeleted() == []
+        assert found.list_left_in_trash() == []
         raise KeyError
     assert names(root) == ["one", "two"]
 

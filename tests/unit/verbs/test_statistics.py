@@ -15,7 +15,7 @@ from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import source_files
 from ckptctl.verbs import statistics as measuring
-from ckptctl.verbs.statistics import BINS, Statistics, measure_tensor, merge_statistics
+from ckptctl.verbs.statistics import DEFAULT_BINS, Statistics, measure_tensor, merge_statistics
 
 
 def stored(folder, tensor, prefix=b""):
@@ -30,8 +30,10 @@ def stored(folder, tensor, prefix=b""):
 
 
 def measured(folder, tensor, window):
-    with source_files(folder) as files, mock.patch.object(measuring, "WINDOW", window):
-        return measure_tensor(files, stored(folder, tensor, b"#" * 16), lambda _: None, BINS)
+    with source_files(folder) as files, mock.patch.object(measuring, "WINDOW_BYTES", window):
+        return measure_tensor(
+            files, stored(folder, tensor, b"#" * 16), lambda _: None, DEFAULT_BINS
+        )
 
 
 def agrees(found, values):
@@ -52,7 +54,7 @@ def agrees(found, values):
     assert found.std == pytest.approx(float(finite.std(correction=0)), abs=1e-5 * spread)
     assert sum(found.histogram) == finite.numel()
     if finite.min() < finite.max():
-        expected = torch.histc(finite, BINS, finite.min().item(), finite.max().item())
+        expected = torch.histc(finite, DEFAULT_BINS, finite.min().item(), finite.max().item())
         assert list(found.histogram) == expected.tolist()
 
 
@@ -119,7 +121,7 @@ def test_range_beyond_float64_has_no_histogram(tmp_path):
 
 
 def test_constant_and_empty_tensors_have_valid_statistics(tmp_path):
-    assert measured(tmp_path, torch.ones(6), 8).histogram == (6, *[0] * (BINS - 1))
+    assert measured(tmp_path, torch.ones(6), 8).histogram == (6, *[0] * (DEFAULT_BINS - 1))
     assert measured(tmp_path, torch.zeros(0, 4), 8) == Statistics()
     agrees(measured(tmp_path, torch.tensor(2.5), 8), torch.tensor(2.5))
 
@@ -140,7 +142,7 @@ def test_truncated_file_is_damaged(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
     with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
-        measure_tensor(files, entry, lambda _: None, BINS)
+        measure_tensor(files, entry, lambda _: None, DEFAULT_BINS)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
@@ -174,7 +176,7 @@ def test_parallel_measurements_are_returned_in_order(jobs: int) -> None:
         return int(entry.name)
 
     read: list[int] = []
-    found = list(measuring.map_in_parallel(entries, [4] * 20, look, read.append, jobs))
+    found = list(measuring.map_tensors_in_parallel(entries, [4] * 20, look, read.append, jobs))
     assert sum(read) == 4 * 20
     assert [entry.name for entry, _ in found] == [entry.name for entry in entries]
     assert [one for _, one in found[:7]] == list(range(7)) and found[8][1] == 8
@@ -194,7 +196,9 @@ def test_abandoned_measurement_stops() -> None:
                 time.sleep(0.001)
             finished.append(entry.name)
 
-    looks = measuring.map_in_parallel([empty, replace(empty, name="long")], [0, 0], look, None, 2)
+    looks = measuring.map_tensors_in_parallel(
+        [empty, replace(empty, name="long")], [0, 0], look, None, 2
+    )
     assert next(looks) == (empty, None)
     del looks
     assert not finished

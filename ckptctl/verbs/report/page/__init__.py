@@ -83,7 +83,7 @@ def embed_json(document: Mapping[str, object]) -> str:
     """
     text = _encode_json(document)
     if BIG_INTEGER.search(text):
-        text = _encode_json(_keep_digits(document))
+        text = _encode_json(_convert_big_integers(document))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -91,11 +91,11 @@ def _encode_json(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _keep_digits(value: object) -> object:
+def _convert_big_integers(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _keep_digits(item) for name, item in value.items()}
+        return {name: _convert_big_integers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_keep_digits(item) for item in value]
+        return [_convert_big_integers(item) for item in value]
     return str(value) if isinstance(value, int) and abs(value) > MAX_SAFE_INTEGER else value
 
 
@@ -120,7 +120,7 @@ def publish_page(
     for source in sources:
         origin = formats.to_existing_path(source)
         target = Path(
-            require_destination(origin, output, overwrite, REPLACEABLE_PAGE, ELSEWHERE).path
+            require_destination(origin, output, overwrite, REPLACEABLE_PAGE, OUTSIDE_HINT).path
         )
     with stage_output(
         target, overwrite=overwrite, single_file=True, is_checkpoint=REPLACEABLE_PAGE
@@ -143,5 +143,5 @@ def is_report(path: TreePath) -> bool:
         return GENERATOR.encode() in file.read(HEAD_BYTES)
 
 
-ELSEWHERE = "`-o FILE` writes the page outside of the checkpoint"
+OUTSIDE_HINT = "`-o FILE` writes the page outside of the checkpoint"
 REPLACEABLE_PAGE = Replaceable(is_report, "a page of `ckptctl report`", is_file=True)

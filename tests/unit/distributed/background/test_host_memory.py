@@ -14,7 +14,7 @@ from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.host_memory import (
     BLOCK_BYTES,
     PAGE,
-    UNUSED_SAVES,
+    RECENT_SAVES,
     HostPool,
     HostRegion,
     round_to_size_class,
@@ -38,7 +38,7 @@ def test_memory_unused_by_recent_saves_is_released(less: int) -> None:
     pool = HostPool()
     first = pool.take_region(10 << 20)
     pool.return_region(first)
-    for _ in range(UNUSED_SAVES - 1):
+    for _ in range(RECENT_SAVES - 1):
         pool.return_region(pool.take_region(less << 20))
     assert pool.nbytes >= 10 << 20
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_memory_unused_by_recent_saves_is_released(less: int) -> None:
 def test_memory_for_alternating_states_is_kept() -> None:
     pool = HostPool()
     seen = set()
-    for size in (10, 2) * UNUSED_SAVES:
+    for size in (10, 2) * RECENT_SAVES:
         region = pool.take_region(size << 20)
         seen.add(id(region))
         pool.return_region(region)

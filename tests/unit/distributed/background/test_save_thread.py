@@ -27,7 +27,7 @@ def test_failed_memory_release_does_not_change_save_outcome(
     write = failing if fails else lambda: Path("x")
     thread = SaveThread(future, write, broken, None, published.append)
     thread.start()
-    thread.proceed()
+    thread.allow_writing()
     error = future.exception(timeout=20)
     thread.join()
     assert isinstance(error, ZeroDivisionError) if fails else future.result() == Path("x")

@@ -11,21 +11,21 @@ from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.host_memory import BLOCK_BYTES, PAGE, HostPool
 from ckptctl.distributed.background.staging import (
     HostCopy,
-    StagedState,
+    StagedCopy,
     compute_copy_memory,
     copy_host_ranges,
-    stage_shards,
+    copy_shards_to_host,
 )
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.local_state import build_local_state
 
 
-def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> StagedState:
+def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> StagedCopy:
     own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    return stage_shards(own, pool or HostPool())
+    return copy_shards_to_host(own, pool or HostPool())
 
 
-def assert_copied(tensors: list[torch.Tensor]) -> StagedState:
+def assert_copied(tensors: list[torch.Tensor]) -> StagedCopy:
     """Copy *tensors*, destroy them, and compare."""
     expected = [tensor.clone() for tensor in tensors]
     copy = staged(tensors)
@@ -34,7 +34,7 @@ def assert_copied(tensors: list[torch.Tensor]) -> StagedState:
     for found, wanted in zip(copy.state.pieces, expected, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
-    assert copy.state.steps == [tuple(piece.stride()) for piece in copy.state.pieces]
+    assert copy.state.strides == [tuple(piece.stride()) for piece in copy.state.pieces]
     return copy
 
 
@@ -69,14 +69,14 @@ def test_staged_strides_match_save_plan(host: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_memory, "HOST", host)
     tensors = [torch.randn(6, 8), torch.randn(6, 8).t(), torch.randn(4, 5, 6).permute(2, 0, 1)]
     own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    assert assert_copied(tensors).state.steps == own.steps
+    assert assert_copied(tensors).state.strides == own.strides
 
 
 def test_narrow_view_is_copied_without_its_base() -> None:
     wide = torch.randn(1000, 100)
     copy = assert_copied([wide[:, 3]])
     assert copy.nbytes == 4000
-    assert copy.state.steps == [(1,)]
+    assert copy.state.strides == [(1,)]
 
 
 def test_expanded_tensor_is_copied_compactly() -> None:
@@ -105,7 +105,7 @@ def test_staging_nothing_takes_no_memory() -> None:
 def test_only_chosen_chunks_are_copied() -> None:
     tensors = [torch.randn(10), torch.randn(20), torch.randn(30)]
     own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    copy = stage_shards(own, HostPool(), [2, 0, 2])
+    copy = copy_shards_to_host(own, HostPool(), [2, 0, 2])
     assert copy.nbytes == 160
     assert copy.state.pieces[1].data_ptr() == tensors[1].data_ptr()
     assert copy.state.pieces[2].data_ptr() != tensors[2].data_ptr()
@@ -116,7 +116,7 @@ def test_values_are_pickled_at_staging_time() -> None:
     own = build_local_state({"w": torch.ones(2), "steps": {"seen": steps}})
     before = dict(own.values)
     steps.append(3)
-    assert stage_shards(own, HostPool()).state.values == before
+    assert copy_shards_to_host(own, HostPool()).state.values == before
 
 
 def test_freed_memory_is_reused() -> None:
@@ -195,7 +195,7 @@ def test_cuda_tensors_are_staged_through_pinned_memory() -> None:
     ]
     expected = [tensor.cpu().contiguous() for tensor in tensors]
     own = build_local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
-    copy = stage_shards(own, pool)
+    copy = copy_shards_to_host(own, pool)
     for tensor in tensors:
         tensor.zero_()
     assert copy.region
@@ -205,7 +205,7 @@ def test_cuda_tensors_are_staged_through_pinned_memory() -> None:
         assert torch.equal(found.cpu().float(), wanted.float())
     # Plans hold for what was staged as for what is saved without: steps are the same.
     alone = slice(3, 8)
-    assert copy.state.steps[alone] == own.steps[alone]
+    assert copy.state.strides[alone] == own.strides[alone]
     pool.return_region(copy.region)
     pool.close()
 
@@ -219,7 +219,7 @@ def test_staging_waits_for_streams_that_still_write() -> None:
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
         for tensor in state.values():
             tensor.fill_(7)
-    copy = stage_shards(build_local_state(state), HostPool())
+    copy = copy_shards_to_host(build_local_state(state), HostPool())
     for tensor in state.values():
         tensor.zero_()
     assert all(bool((piece == 7).all()) for piece in copy.state.pieces)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckptctl.distributed.leaves.safe_reader import ALL_MAKERS, read_leaf
+from ckptctl.distributed.leaves.safe_reader import ALL_BUILDERS, read_leaf
 from ckptctl.errors import CkptError
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.pickle_writer import dump_pickle
@@ -159,7 +159,7 @@ class Changes:
             for _ in range(draw.choice((1, 2, 4))):
                 root = self.changed(root, draw.randrange(12))
         else:
-            known = draw.choice(list(ALL_MAKERS))
+            known = draw.choice(list(ALL_BUILDERS))
             root = Inert(
                 known.module, known.name, tuple(self.value(3) for _ in range(draw.randrange(5)))
             )
@@ -208,7 +208,7 @@ class Changes:
             return tuple(self.value(depth - 1) for _ in range(draw.randrange(4)))
         if kind == 7:
             return [self.value(depth - 1) for _ in range(draw.randrange(3))]
-        known = draw.choice((*ALL_MAKERS, Global("numpy", "ndarray")))
+        known = draw.choice((*ALL_BUILDERS, Global("numpy", "ndarray")))
         return known if draw.random() < 0.3 else Inert(known.module, known.name, (self.value(1),))
 
 

@@ -10,10 +10,10 @@ import torch
 
 from ckptctl.distributed.devices import warn_slow_copies
 from ckptctl.distributed.loading.pinned_buffers import (
-    MAX_TURN_BYTES,
-    TURNS,
+    BUFFER_SETS_PER_THREAD,
+    MAX_PINNED_SET_BYTES,
     PinnedBuffers,
-    pinned_buffer_factory,
+    create_pinned_buffers,
 )
 from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.buffers import CAST_BUFFER, STAGING_BUFFER, TILE_BUFFER, TileBuffers
@@ -80,7 +80,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_buffer_is_refilled_only_after_its_copies_finish(pinned: list[int]) -> None:
     buffers = buffers_for("a", "b")
     places = []
-    for step in range(2 * TURNS + 1):
+    for step in range(2 * BUFFER_SETS_PER_THREAD + 1):
         log.append(f"step {step}")
         places.append(buffers.get_buffer(TILE_BUFFER, 1000 + step))
         places[-1][0] = step
@@ -96,7 +96,7 @@ def test_buffer_is_refilled_only_after_its_copies_finish(pinned: list[int]) -> N
     # The first turn's events come behind what nothing has been copied from yet.
     assert waits[2] == ["a.2", "b.2"] and waits[3] == ["a.3", "b.3"]
     assert waits[4] == ["a.4", "b.4"]
-    assert pinned == [4096] * TURNS
+    assert pinned == [4096] * BUFFER_SETS_PER_THREAD
 
 
 def test_tile_and_cast_buffers_rotate_but_staging_does_not(pinned: list[int]) -> None:
@@ -110,7 +110,9 @@ def test_tile_and_cast_buffers_rotate_but_staging_does_not(pinned: list[int]) ->
     ]
     assert addresses[0] == addresses[2]
     assert [a == b for a, b in zip(addresses[0], addresses[1], strict=True)] == [False, True, False]
-    assert sorted(pinned) == [8192] * 2 * TURNS  # what is only read from is not pinned
+    assert (
+        sorted(pinned) == [8192] * 2 * BUFFER_SETS_PER_THREAD
+    )  # what is only read from is not pinned
 
 
 def test_places_point_into_current_buffer(pinned: list[int]) -> None:
@@ -126,18 +128,21 @@ def test_places_point_into_current_buffer(pinned: list[int]) -> None:
 
 def test_pinned_memory_is_bounded(pinned: list[int]) -> None:
     buffers = buffers_for("a")
-    for size in (1, 100_000, 3 << 20, MAX_TURN_BYTES, 5, 16 << 20, MAX_TURN_BYTES + 1):
-        for _ in range(TURNS):
+    for size in (1, 100_000, 3 << 20, MAX_PINNED_SET_BYTES, 5, 16 << 20, MAX_PINNED_SET_BYTES + 1):
+        for _ in range(BUFFER_SETS_PER_THREAD):
             assert len(buffers.get_buffer(TILE_BUFFER, size)) >= size
             assert len(buffers.get_buffer(CAST_BUFFER, 2 * size)) >= 2 * size
-    assert max(pinned) == MAX_TURN_BYTES
-    assert sum(turn.nbytes for turn in buffers._turns) <= TURNS * (
-        MAX_TURN_BYTES + 2 * MAX_TURN_BYTES
+    assert max(pinned) == MAX_PINNED_SET_BYTES
+    assert sum(turn.nbytes for turn in buffers._buffer_sets) <= BUFFER_SETS_PER_THREAD * (
+        MAX_PINNED_SET_BYTES + 2 * MAX_PINNED_SET_BYTES
     )
-    held = [view for turn in buffers._turns for view in turn._buffers.values()]
-    assert sum(len(view) for view in held if hasattr(view.obj, "tensor")) <= TURNS * MAX_TURN_BYTES
-    assert 16 * TURNS * MAX_TURN_BYTES <= 300 << 20
-    tile = buffers.get_buffer(TILE_BUFFER, MAX_TURN_BYTES)
+    held = [view for turn in buffers._buffer_sets for view in turn._buffers.values()]
+    assert (
+        sum(len(view) for view in held if hasattr(view.obj, "tensor"))
+        <= BUFFER_SETS_PER_THREAD * MAX_PINNED_SET_BYTES
+    )
+    assert 16 * BUFFER_SETS_PER_THREAD * MAX_PINNED_SET_BYTES <= 300 << 20
+    tile = buffers.get_buffer(TILE_BUFFER, MAX_PINNED_SET_BYTES)
     assert hasattr(tile.obj, "tensor")  # whatever was cast before
 
 
@@ -164,7 +169,7 @@ def test_streams_wait_for_earlier_work_and_are_waited_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"settle {device}"))
     tensors = cast(list[torch.Tensor], [Tensor("a"), Tensor("host", is_cuda=False), Tensor("a")])
-    with pytest.raises(KeyError), pinned_buffer_factory(tensors) as make:
+    with pytest.raises(KeyError), create_pinned_buffers(tensors) as make:
         make().get_buffer(TILE_BUFFER, 10)
         weakref.finalize(pinned_tensors[0], log.append, "free")
         pinned_tensors.clear()
@@ -174,5 +179,5 @@ def test_streams_wait_for_earlier_work_and_are_waited_for(
 
 
 def test_host_tensors_use_plain_tile_buffers() -> None:
-    with pinned_buffer_factory([torch.zeros(3)]) as make:
+    with create_pinned_buffers([torch.zeros(3)]) as make:
         assert make is TileBuffers

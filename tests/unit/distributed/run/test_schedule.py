@@ -12,7 +12,7 @@ from ckptctl.distributed.run import schedule
 from ckptctl.distributed.run.manager_options import ManagerOptions
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.ranks.coordinator import Coordinator, SingleProcess
+from ckptctl.ranks.coordinator import RankCollectives, SingleProcess
 
 
 class Clock:
@@ -44,15 +44,15 @@ class Made(Schedule):
 
     def __init__(self, **rules: Any) -> None:
         self.saving, self.there = False, False
-        self.ranks: Coordinator | None = SingleProcess()
+        self.ranks: RankCollectives | None = SingleProcess()
         options = ManagerOptions(**rules)
         super().__init__(options, lambda: self.saving, lambda: self.there, self.other_ranks)
 
-    def other_ranks(self) -> Coordinator:
+    def other_ranks(self) -> RankCollectives:
         assert self.ranks is not None
         return self.ranks
 
-    def asks(self, step: int, ranks: Coordinator | None = None) -> bool:
+    def asks(self, step: int, ranks: RankCollectives | None = None) -> bool:
         self.ranks = ranks or self.ranks
         return self.is_due(step)
 

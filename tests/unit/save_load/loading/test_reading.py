@@ -10,7 +10,7 @@ import torch
 from ckptctl import formats
 from ckptctl.catalog import Box, build_memory_name
 from ckptctl.errors import CoverageError, MappingError
-from ckptctl.save_load.loading.checks import require_boxes
+from ckptctl.save_load.loading.checks import require_boxes_covered
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.reading import prepare_read
 from ckptctl.save_load.loading.state_mapping import (
@@ -90,6 +90,6 @@ def test_state_with_unknown_layout_is_a_mapping_error(tmp_path: Path) -> None:
 def test_box_out_of_bounds_is_a_coverage_error(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(6, 2)})
     entry = formats.open_checkpoint(folder).tensors["a"]
-    require_boxes(entry, [MemoryBox(Box((2, 0), (3, 2)), "0", (2, 1))])
+    require_boxes_covered(entry, [MemoryBox(Box((2, 0), (3, 2)), "0", (2, 1))])
     with pytest.raises(CoverageError):
-        require_boxes(entry, [MemoryBox(Box((4, 0), (3, 2)), "0", (2, 1))])
+        require_boxes_covered(entry, [MemoryBox(Box((4, 0), (3, 2)), "0", (2, 1))])

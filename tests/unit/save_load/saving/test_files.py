@@ -16,8 +16,8 @@ from ckptctl.planner.balance import MIN_PIECE_BYTES
 from ckptctl.ranks.coordinator import RankError, SingleProcess, gather_and_scatter
 from ckptctl.save_load.rank_agreement import (
     RankStatement,
-    is_unchanged,
-    name_generation,
+    are_cached_plans_valid,
+    compute_generation,
     require_agreement,
 )
 from ckptctl.save_load.saving.global_plan import make_global_plan
@@ -26,13 +26,13 @@ from ckptctl.save_load.saving.local_shards import (
     LocalShards,
     PackedShards,
     TensorMeta,
+    assign_values_to_ranks,
     choose_values_to_write,
     compute_group_digests,
-    divide_values,
     pack_shards,
     unpack_groups,
 )
-from ckptctl.save_load.saving.save_files import add_values, lay_out_tensors, make_tensor_metadata
+from ckptctl.save_load.saving.save_files import append_values, lay_out_tensors, make_tensor_metadata
 
 
 def shards(
@@ -158,7 +158,7 @@ def test_metadata_lists_file_positions_of_boxes_and_values() -> None:
     values = []
     for rank, (own, share) in enumerate(zip(held, global_plan.shares, strict=True)):
         files = lay_out_tensors(rank, own, share, [(3, 1)])
-        whole = add_values(rank, files, share.values, contents)
+        whole = append_values(rank, files, share.values, contents)
         written.append(files.items)
         values += [
             (Blob(name, global_plan.paths[name]), item) for name, item in whole.items.items()
@@ -229,7 +229,7 @@ def test_equal_values_are_written_once_differing_per_rank() -> None:
 def test_value_groups_match_new_global_plan(later: list[dict[str, int]]) -> None:
     found, held = value_state([{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 1}])
     structures = {one.identity: one.structure for one in map(pack_shards, held) if one.structure}
-    divided = divide_values(found, structures)
+    divided = assign_values_to_ranks(found, structures)
     now, holdings = value_state(later)
     groups = [
         unpack_groups(list(own.paths), packed_groups)
@@ -251,15 +251,15 @@ def statement(**changed: Any) -> RankStatement:
 
 def test_cached_plan_is_valid_only_if_all_ranks_agree() -> None:
     said = [statement(), statement(nonce=b"other")]
-    current = name_generation(said)
+    current = compute_generation(said)
     held = [one._replace(generation=current, groups={1: b"v"}) for one in said]
-    assert is_unchanged(held)
-    assert not is_unchanged([held[0], held[1]._replace(generation=b"")])
-    again = name_generation([held[0], held[1]._replace(nonce=b"another call")])
-    assert not is_unchanged([held[0], held[1]._replace(generation=again)])
-    assert not is_unchanged([held[0], held[1]._replace(groups={1: b"w"})])
-    assert is_unchanged([held[0], held[1]._replace(groups={1: b"v", -1: b"w"})])
-    assert not is_unchanged(said)
+    assert are_cached_plans_valid(held)
+    assert not are_cached_plans_valid([held[0], held[1]._replace(generation=b"")])
+    again = compute_generation([held[0], held[1]._replace(nonce=b"another call")])
+    assert not are_cached_plans_valid([held[0], held[1]._replace(generation=again)])
+    assert not are_cached_plans_valid([held[0], held[1]._replace(groups={1: b"w"})])
+    assert are_cached_plans_valid([held[0], held[1]._replace(groups={1: b"v", -1: b"w"})])
+    assert not are_cached_plans_valid(said)
 
 
 def test_different_destinations_and_options_are_refused() -> None:

@@ -198,8 +198,8 @@ def test_diff_result_is_independent_of_window_size(tmp_path, state, monkeypatch)
     other["w0"][6, 4] = 9
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", other)
     whole = ckptctl.diff(a, b).tensors
-    monkeypatch.setattr(diff_values, "WINDOW", 3)
-    monkeypatch.setattr(diff_values, "BATCH", 24)
+    monkeypatch.setattr(diff_values, "WINDOW_ELEMENTS", 3)
+    monkeypatch.setattr(diff_values, "BATCH_BYTES", 24)
     assert ckptctl.diff(a, b).tensors == whole
     assert whole[0].values.differing == 1
 
@@ -219,8 +219,8 @@ def test_compared_buffers_are_freed_without_garbage_collection(tmp_path, monkeyp
         return buffer
 
     monkeypatch.setattr(diff_values, "bytearray", made, raising=False)
-    monkeypatch.setattr(diff_values, "WINDOW", 10)
-    monkeypatch.setattr(diff_values, "BATCH", 40)
+    monkeypatch.setattr(diff_values, "WINDOW_ELEMENTS", 10)
+    monkeypatch.setattr(diff_values, "BATCH_BYTES", 40)
     paths = [saved(tmp_path, name, {"w": torch.zeros(1000)}) for name in ("a.safetensors", "b.pt")]
     gc.collect()
     gc.disable()
@@ -264,7 +264,7 @@ def test_complex_and_fp8_errors_are_measured():
 
 @pytest.mark.parametrize("window", [2, 100])
 def test_diff_reports_index_of_worst_element(tmp_path, monkeypatch, window):
-    monkeypatch.setattr(diff_values, "WINDOW", window)
+    monkeypatch.setattr(diff_values, "WINDOW_ELEMENTS", window)
     kept = {"float": torch.zeros(3, 4), "nan": torch.zeros(3, 4), "scalar": torch.zeros(())}
     bits = {"bits": torch.zeros(6, dtype=torch.float4_e2m1fn_x2)}
     a = saved(tmp_path, "a.pt", kept | bits)

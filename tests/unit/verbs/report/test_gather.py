@@ -280,7 +280,7 @@ def test_listed_differences_are_bounded(source, tmp_path):
 def test_listed_chunks_and_holes_are_bounded():
     rows = [Extent(Box((2 * i, 0), (1, 4)), "f", 0, 16) for i in range(10)]
     entry = TensorEntry("t", "float32", (20, 4), tuple(rows), ("t",))
-    maps = ChunkMapper(room=25, each=8)
+    maps = ChunkMapper(max_chunks=25, max_per_tensor=8)
     first, second = maps.map_tensor(entry, ()), maps.map_tensor(entry, ())
     assert (len(first.holes), len(first.chunks), first.missing) == (8, 8, 10)
     assert (len(second.holes), len(second.chunks), second.missing) == (8, 1, 10)

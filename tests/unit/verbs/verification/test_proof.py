@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import RefusedError
-from ckptctl.verbs.verification.data import Proof
+from ckptctl.verbs.verification.data import VerifiedBytes
 from tests.conftest import DATA
 
 
@@ -33,23 +33,27 @@ def test_verified_bytes_exclude_ranges_with_wrong_checksum(seed: int) -> None:
         [span(draw.randrange(40), draw.randrange(40)) for _ in range(draw.randrange(6))]
         for _ in range(2)
     )
-    proof = Proof(right, wrong)
+    proof = VerifiedBytes(right, wrong)
     byte = {n for _, a, b in right for n in range(a, b)} - {
         n for _, a, b in wrong for n in range(a, b)
     }
-    assert proof.count_bytes().get("a", 0) == len(byte)
+    assert proof.count_bytes_by_file().get("a", 0) == len(byte)
     for start, end in pairwise(sorted(draw.sample(range(40), 8))):
-        assert proof.count_tensors([entry(start, end - start)]) == ({*range(start, end)} <= byte)
+        assert proof.count_verified_tensors([entry(start, end - start)]) == (
+            {*range(start, end)} <= byte
+        )
 
 
 def test_unreadable_tensor_is_not_verified() -> None:
-    proof = Proof([("a", 0, 9)], [])
+    proof = VerifiedBytes([("a", 0, 9)], [])
     assert (
-        proof.count_tensors([TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")])
+        proof.count_verified_tensors(
+            [TensorEntry.build_unreadable("w", "f", (2,), ("w",), "it is sparse")]
+        )
         == 0
     )
-    assert proof.count_tensors([entry(0, 9), entry(0, 10)]) == 1
-    assert Proof([], []).count_tensors([entry(3, 0)]) == 1
+    assert proof.count_verified_tensors([entry(0, 9), entry(0, 10)]) == 1
+    assert VerifiedBytes([], []).count_verified_tensors([entry(3, 0)]) == 1
 
 
 @pytest.mark.parametrize("listed", [False, True])
