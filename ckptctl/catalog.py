@@ -104,8 +104,8 @@ class Extent:
 
     Attributes:
         box: Part of the tensor.
-        file: Path relative to the checkpoint's root, with ``/``, or the :func:`build_computed_name` of a
-            virtual file.
+        file: Path relative to the checkpoint's root, with ``/``, or the :func:`build_computed_name`
+            of a virtual file.
         offset: First byte in the file.
         nbytes: Number of bytes.
         codec: ``raw`` if the bytes are the elements. ``torch`` if they are a ``torch.save`` zip

@@ -1,8 +1,8 @@
 """Options as keyword arguments of Python functions.
 
-Messages and notes name options with :func:`ckptctl.errors.format_option`. In Python, the options are
-shown as keyword arguments. An option that the called function does not have is shown as an argument
-of a function that has it, such as ``ckptctl.convert(to='hf')``.
+Messages and notes name options with :func:`ckptctl.errors.format_option`. In Python, the options
+are shown as keyword arguments. An option that the called function does not have is shown as an
+argument of a function that has it, such as ``ckptctl.convert(to='hf')``.
 """
 
 from __future__ import annotations

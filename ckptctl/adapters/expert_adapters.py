@@ -433,7 +433,7 @@ def _build_expert_views(
 def _extend_target_modules(
     target_modules: object, stack: ExpertStack, layer_names: Sequence[str]
 ) -> str:
-    """Build a ``target_modules`` regex for *target_modules* and the experts' layers *layer_names*."""
+    """Build a ``target_modules`` regex for *target_modules* and the layers *layer_names*."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
     alternatives = [target_modules] if isinstance(target_modules, str) else []
     if isinstance(target_modules, list) and target_modules:

@@ -122,7 +122,8 @@ def require_same_dtypes(
         raise RefusedError(
             f"the base is quantized, but the source is {source_state}",
             where=where,
-            why=f"tensors to fill include `{quantized_keys[0]}` ({filled_entries[quantized_keys[0]].dtype}; "
+            why=f"tensors to fill include `{quantized_keys[0]}` "
+            f"({filled_entries[quantized_keys[0]].dtype}; "
             f"quantization: {base_schemes[base_names[quantized_keys[0]]]})",
             hint=f"pass {format_option('--dequantize bf16')} to dequantize the weights",
         )

@@ -164,7 +164,10 @@ def _list_obstacles(plan: ConversionPlan) -> Iterator[str]:
         yield "not enough disk space for the output; the conversion would be refused"
     unfinished_work = None if plan.upload else find_resumable_output(Path(plan.plan.target))
     if unfinished_work and not (plan.options.resume or plan.options.restart):
-        yield f"{UNFINISHED_MESSAGE}; the conversion would be refused without `--resume` or `--restart`"
+        yield (
+            f"{UNFINISHED_MESSAGE}; the conversion would be refused without `--resume` or "
+            "`--restart`"
+        )
     if plan.arithmetic and not has_torch():
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 

@@ -208,7 +208,8 @@ def find_dependent_state(
             reasons[name] = f"its parameter `{parameter}` is missing"
         elif _get_parent_name(name) in missing_state_by_parent:
             reasons[name] = (
-                f"it depends on `{missing_state_by_parent[_get_parent_name(name)]}`, which is missing"
+                f"it depends on `{missing_state_by_parent[_get_parent_name(name)]}`, which is "
+                "missing"
             )
     return reasons
 

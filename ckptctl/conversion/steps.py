@@ -81,21 +81,21 @@ BUILT_IN = (
         "stacks",
         "model",
         10,
-        _defer_import("adapters.expert_adapters:keep_stacks"),
+        _defer_import("adapters.expert_adapters:drop_model_type"),
         "experts=stacked",
     ),
     Step("fill", "model", 20, _defer_import("adapters.filling:fill_from_base"), "fill_from"),
     Step(
         "compare-facts", "selection", 10, _defer_import("facts.config_files:compare_descriptions")
     ),
-    Step("keep-scales", "layout", 10, _defer_import("numerics.dequantizing:keep_scales")),
+    Step("keep-scales", "layout", 10, _defer_import("numerics.dequantizing:check_scales_kept")),
     Step("quantize", "output", 10, _defer_import("numerics.quantizing:quantize"), "quantize"),
-    Step("keep-blocks", "output", 20, _defer_import("numerics.dequantizing:keep_blocks")),
+    Step("keep-blocks", "output", 20, _defer_import("numerics.dequantizing:check_blocks_intact")),
     Step(
         "describe-adapter", "output", 30, _defer_import("adapters.adapter_files:describe_adapter")
     ),
-    Step("adapter-files", "files", 10, _defer_import("adapters.adapter_files:adapter_files")),
-    Step("config-files", "files", 20, _defer_import("facts.config_files:config_files")),
+    Step("adapter-files", "files", 10, _defer_import("adapters.adapter_files:plan_adapter_files")),
+    Step("config-files", "files", 20, _defer_import("facts.config_files:plan_config_files")),
 )
 
 

@@ -91,7 +91,8 @@ def _note_missing_files(draft: Draft, written: Collection[str]) -> tuple[str, ..
     if CONFIG not in {*assets.documents, *written}:
         missing = (
             "there is no config.json, which transformers requires; pass "
-            f"{format_option('--assets DIR')} to copy it and the tokenizer from the trained model's "
+            f"{format_option('--assets DIR')} to copy it and the tokenizer from the trained "
+            "model's "
             "folder"
         )
         return (missing, *notes)

@@ -251,7 +251,8 @@ class CountLimit:
 
     Attributes:
         name: Name of the limited count.
-        limiting_names: Possible names of the limiting count; the first that the config states is used.
+        limiting_names: Possible names of the limiting count; the first that the config states is
+            used.
         kind: ``at most`` the limiting count, or ``a divisor of`` it.
         compares_defaults: Whether to compare the counts if only one of the two is stated.
     """

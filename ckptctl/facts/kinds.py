@@ -44,7 +44,8 @@ class FactKind:
 
     Attributes:
         validate: Validates a value of config.json, params.json or GGUF.
-        from_megatron: Converts Megatron-Core's field to the value in config.json, or None to use *check*.
+        from_megatron: Converts Megatron-Core's field to the value in config.json, or None to use
+            *check*.
         to_megatron: Converts the value in config.json to the field, or None to use *check*.
         neutral: The value in versions of Megatron-Core that have no such field.
         allows_null: Whether null is a valid value.

@@ -268,7 +268,8 @@ def open_checkpoint(
         ]
         if unsupported:
             raise UsageError(
-                f"{format_option(f'--{unsupported[0]}')} is not supported for `{found_format.name}`",
+                f"{format_option(f'--{unsupported[0]}')} is not supported for "
+                f"`{found_format.name}`",
                 where=str(path),
                 hint=f"see `ckptctl formats {found_format.name}` for the options of this format",
             )

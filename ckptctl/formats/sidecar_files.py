@@ -1,7 +1,7 @@
 """Sidecar files next to the weights, by kind, and whether they are copied with the model.
 
-A file that matches no kind in :data:`GLOBS_BY_KIND` may contain anything, such as an API key or private
-notes, so it is listed but not copied.
+A file that matches no kind in :data:`GLOBS_BY_KIND` may contain anything, such as an API key or
+private notes, so it is listed but not copied.
 
 Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
 tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for model

@@ -197,8 +197,8 @@ def write_resume_files(
 ) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
-    The index maps all *tensor_names* to an empty file, so that the Trainer reports no missing tensors.
-    PEFT does not support an index, so a PEFT *model* writes its current adapter.
+    The index maps all *tensor_names* to an empty file, so that the Trainer reports no missing
+    tensors. PEFT does not support an index, so a PEFT *model* writes its current adapter.
     """
     (entry,) = state["trainer"]["position"]
     (folder / STATE_FILE).write_text(entry["state"])

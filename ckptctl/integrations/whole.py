@@ -68,7 +68,8 @@ def load_full_state_dict(path: TreePath) -> dict[str, Any]:
     """Load a checkpoint as a full, nested state dict in host memory, without collectives.
 
     If ranks saved different values, the values of this rank are loaded. Keys of dictionaries are
-    strings, as in all DCP directories, so optimizer states need :func:`restore_optimizer_param_keys`.
+    strings, as in all DCP directories, so optimizer states need
+    :func:`restore_optimizer_param_keys`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}

@@ -119,7 +119,8 @@ def require_scales_kept(
             f"{pluralize(len(without_scales), 'quantized tensor')} would be written without scales",
             where=f"tensor `{without_scales[0]}`",
             why=f"their scales are not selected: {quote_names(without_scales)}",
-            hint=f"select both ({format_option('--include')}, {format_option('--exclude')}), or pass "
+            hint=f"select both ({format_option('--include')}, {format_option('--exclude')}), "
+            "or pass "
             f"{format_option('--dequantize bf16')} to dequantize them",
         )
     if dtype is not None:
@@ -140,7 +141,8 @@ def require_quantized_uncast(
     cast_names = [weight.lead for weight in quantized_weights if not names.isdisjoint(weight.names)]
     if cast_names:
         raise UsageError(
-            f"{format_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} found): "
+            f"{format_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} "
+            "found): "
             "their scales would be ignored",
             where=f"tensor `{cast_names[0]}`",
             why="scales are stored in separate tensors; quantized tensors: "

@@ -23,7 +23,7 @@ from ckptctl.numerics.quantization.linear_weights import (
     map_fused_groups,
 )
 from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, get_recipes_by_name
-from ckptctl.numerics.quantized import find_quantized_tensors as quantized_already
+from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -208,7 +208,7 @@ def _map_linear_weights_to_roles(draft: Draft) -> dict[str, Role]:
     """Map the linear weights of layers to their roles, from the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
-    quantized_names = quantized_already(catalog)
+    quantized_names = find_quantized_tensors(catalog)
     if quantized_names:
         raise UsageError(
             f"{pluralize(len(quantized_names), 'tensor is', 'tensors are')} already quantized",

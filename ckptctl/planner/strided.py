@@ -1,8 +1,9 @@
 """Lazy views of stored tensors, whose operations only change the positions of elements.
 
 A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis is at
-``origin[dim] + i * step`` in the tensor, and at ``begin[at] + i * stride`` in the stored tensor.
-Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps above 1.
+``origin[dim] + i * step`` in the tensor, and at ``stored_origin[at] + i * stride`` in the stored
+tensor. Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps
+above 1.
 
 Parts are independent of the boxes in which a checkpoint stores a tensor.
 :mod:`ckptctl.planner.copying.blocks` looks up these boxes when elements are read.

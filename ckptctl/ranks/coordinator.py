@@ -163,7 +163,10 @@ def _compute_answers(
 def format_ranks(rank_numbers: Sequence[int]) -> str:
     """Format ranks for a message, at most eight of them."""
     listing = ", ".join(map(str, rank_numbers[:8]))
-    return f"rank{'s' if len(rank_numbers) > 1 else ''} {listing}{', …' if len(rank_numbers) > 8 else ''}"
+    return (
+        f"rank{'s' if len(rank_numbers) > 1 else ''} "
+        f"{listing}{', …' if len(rank_numbers) > 8 else ''}"
+    )
 
 
 def require_same_settings(ranks: RankCollectives, settings: Mapping[str, object]) -> None:

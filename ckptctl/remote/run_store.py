@@ -154,7 +154,7 @@ class RemoteDeletion:
             self._run.refresh_listing()
 
     def finish_removals(self) -> None:
-        """Finish interrupted removals where possible. :meth:`list_left_in_trash` lists the others."""
+        """Finish interrupted removals if possible. :meth:`list_left_in_trash` lists the others."""
         for name, doomed in self._run.find_interrupted_removals().items():
             store = open_store(self._run.root / name)
             objects = OutputObjects(store)

@@ -516,9 +516,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
             else:
                 done_names.append(decision.name)
                 freed += decision.nbytes
-        trash_error = CkptError(
-            "it could not be deleted permanently", where=str(deletion.trash_folder)
-        )
+        trash_error = CkptError("it could not be deleted permanently", where=str(deletion.folder))
         failed |= {
             name: trash_error for name in deletion.list_left_in_trash() if name not in failed
         }

@@ -70,8 +70,11 @@ class ByteSource(ABC):
         return False
 
     def read_bypassing_cache(
-        self, offset: int, nbytes: int, buffer: memoryview
-    ) -> memoryview | None:  # noqa: ARG002
+        self,
+        offset: int,  # noqa: ARG002
+        nbytes: int,  # noqa: ARG002
+        buffer: memoryview,  # noqa: ARG002
+    ) -> memoryview | None:
         """Read bytes with direct I/O, which fills complete pages of *buffer*.
 
         Returns:

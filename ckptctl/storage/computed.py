@@ -284,7 +284,8 @@ class OpenFiles:
     Attributes:
         open_root: Returns the source files of a directory.
         bytes_read: Bytes read from stored files.
-        nesting_depth: Nesting depth of the virtual file being computed (its inputs may be virtual, too).
+        nesting_depth: Nesting depth of the virtual file being computed (its inputs may be virtual,
+            too).
         gap_buffer: Buffer for the bytes of gaps, which are read but not needed.
     """
 

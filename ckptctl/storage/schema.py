@@ -114,7 +114,7 @@ NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Error of malformed data, to which :func:`wrap_malformed_errors` adds a message and a file name."""
+    """Error of malformed data; :func:`wrap_malformed_errors` adds a message and a file name."""
 
 
 class MismatchError(MalformedError):

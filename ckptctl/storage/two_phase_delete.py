@@ -30,14 +30,14 @@ class TwoPhaseDelete:
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
-        self.trash_folder = root / TRASH_FOLDER
+        self.folder = root / TRASH_FOLDER
         self._stack = stack
         self._disk_is_full = False
 
     def lock_trash(self) -> None:
         """Create and lock the trash folder, or lock *root* if the disk is full."""
         try:
-            self._stack.enter_context(lock.hold_lock(self.trash_folder, self.root, LOCK_PURPOSE))
+            self._stack.enter_context(lock.hold_lock(self.folder, self.root, LOCK_PURPOSE))
             self._disk_is_full = False
         except StorageError as error:
             cause = error.__cause__
@@ -81,12 +81,12 @@ class TwoPhaseDelete:
         """Return the path of *name* in the trash, after removing a leftover with this name."""
         if self._disk_is_full:
             raise self._no_space_error(self.root)
-        trash.remove_path(self.trash_folder / name)
-        return self.trash_folder / name
+        trash.remove_path(self.folder / name)
+        return self.folder / name
 
     def read_clock(self) -> float:
         """Return the time by the clock of the file system, which may be a server's clock."""
-        path = self.root if self._disk_is_full else self.trash_folder / lock.LOCK_FILE
+        path = self.root if self._disk_is_full else self.folder / lock.LOCK_FILE
         os.utime(path)
         return path.stat().st_mtime
 
@@ -98,9 +98,9 @@ class TwoPhaseDelete:
         """Remove all entries of the trash that can be removed (see :meth:`list_left_in_trash`)."""
         for name in self.list_left_in_trash():
             with suppress(CkptError):
-                if not list_mounts_in(self.trash_folder / name):
-                    trash.remove_path(self.trash_folder / name)
-        if self._disk_is_full and self.trash_folder.exists():
+                if not list_mounts_in(self.folder / name):
+                    trash.remove_path(self.folder / name)
+        if self._disk_is_full and self.folder.exists():
             self.lock_trash()
 
     def _remove_on_full_disk(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class TwoPhaseDelete:
             )
             if not usable:
                 raise self._no_space_error(path)
-            self._move_to_trash(path, self.trash_folder)
+            self._move_to_trash(path, self.folder)
         else:
             trash.remove_path(path)
             sync_directory(path.parent)
@@ -120,7 +120,7 @@ class TwoPhaseDelete:
 
     def _move_to_trash(self, path: Path, target: Path) -> None:
         with wrap_os_errors("remove", path):
-            if target == self.trash_folder and target.exists():
+            if target == self.folder and target.exists():
                 target.rmdir()  # raises if another run uses it
             file_system.rename_without_replacing(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
@@ -166,7 +166,7 @@ def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
         finally:
             # On an interruption the trash is not emptied: the next run does that.
             if not deletion.list_left_in_trash():
-                trash.remove_path(deletion.trash_folder)
+                trash.remove_path(deletion.folder)
 
 
 def _require_unchanged(path: Path, identity: FileIdentity) -> None:

@@ -68,8 +68,8 @@ def map_tensors_in_parallel(
     Args:
         entries: The tensors.
         sizes: Number of bytes to read of each.
-        measure: Function that reads a tensor. Its arguments are the tensor and a callback that takes
-            the number of bytes read.
+        measure: Function that reads a tensor. Its arguments are the tensor and a callback that
+            takes the number of bytes read.
         advance: Callback for the total progress.
         jobs: Number of threads; None for this process's share of the cores.
     """

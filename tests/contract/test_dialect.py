@@ -1,6 +1,6 @@
 """Messages are written once; each front end spells the options that they name.
 
-Every text of the library names options by `spell_option`, and each of these is spelled as three
+Every text of the library names options by `format_option`, and each of these is spelled as three
 functions do that take few options.
 """
 
@@ -29,7 +29,7 @@ OF_COMMANDS = {
     *(file.name for file in LIBRARY.rglob("*options.py")),
 }
 """What speaks of command lines, and to those who type them."""
-APART = ("spell_option", "JsonField", "Format", "Option")
+APART = ("format_option", "JsonField", "Format", "Option")
 """Calls that name options, and those whose texts describe: no function raises or notes them."""
 
 
@@ -53,7 +53,7 @@ def mentions() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield where options are named, and which."""
     for place, nodes in files():
         for node in nodes:
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "spell_option":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "format_option":
                 texts = tuple(map(text_of, node.args))
                 if all(text.startswith("--") for text in texts):  # others are variables
                     yield f"{place}:{node.lineno}", texts
@@ -80,7 +80,7 @@ def unspelled() -> Iterator[tuple[str, str]]:
 def test_messages_spell_options_only_through_spell_option() -> None:
     described = ("formats/hf_rank_shards.py", "formats/dcp_rank_local.py")
     left = {place: text for place, text in unspelled() if not place.startswith(described)}
-    assert not left, "name the option with `spell_option`"
+    assert not left, "name the option with `format_option`"
 
 
 @pytest.mark.parametrize("options", [LoadOptions, InspectOptions, PruneOptions])

@@ -157,7 +157,7 @@ def test_save_over_parts_of_other_checkpoint_is_refused(tmp_path: Path) -> None:
     assert MEMORY.find(folder) == [f"{folder}/__7_0.distcp"]
 
 
-@pytest.mark.parametrize("failing", ["note_names", "require_ours", "try_create"])
+@pytest.mark.parametrize("failing", ["record_files_to_write", "require_ours", "try_create"])
 def test_save_failing_at_publish_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:

@@ -50,7 +50,8 @@ class MissingTensors:
         unknown: Reason why missing tensors cannot be determined, or an empty string.
         unexpected_names: Names of tensors that a model of this type does not have.
         more: Number of missing tensors in addition to *names*.
-        only_end_missing: Whether only the end of the model is missing, as in the first pipeline stage.
+        only_end_missing: Whether only the end of the model is missing, as in the first pipeline
+            stage.
     """
 
     names: tuple[str, ...]
@@ -105,7 +106,8 @@ class MissingTensors:
             family = families.family(name)
             hint = (
                 f"pass {format_option('--allow-missing')} to write what is there, "
-                f"{format_option('--include')} or {format_option('--exclude')} to select a part, or "
+                f"{format_option('--include')} or {format_option('--exclude')} to select a "
+                "part, or "
                 f"{format_option('--fill-from')} to take the rest from a base"
             )
             if self.only_end_missing:
@@ -142,12 +144,12 @@ def find_missing_tensors(
     if not model.exact:
         model, names = _recognize_dequantized(model, names)
     allows_no_head = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
-    is_base_layout = is_base_layout(model.layout)
+    uses_base_layout = is_base_layout(model.layout)
     if (
         model.exact
         and not model.has_configuration
         and not model.request.sizes
-        and (allows_no_head or not is_base_layout)
+        and (allows_no_head or not uses_base_layout)
     ):
         return MissingTensors((), False, model)
     common_names: dict[str, None] | None = None
@@ -166,7 +168,7 @@ def find_missing_tensors(
             matched,
             sizes,
             tied=model.is_tied(family),
-            absent_tensors=find_absent_heads(family, model.config, is_base=is_base_layout)
+            absent_tensors=find_absent_heads(family, model.config, is_base=uses_base_layout)
             if allows_no_head
             else (),
             required=find_required_tensors(family, model.config, matched),

@@ -49,8 +49,8 @@ class LayoutRequest:
     Attributes:
         target_layout: Layout requested by the user or the target format, or None to keep that of
             the source.
-        needs_description: Whether the target has a description of the model (``params.json``), which
-            requires a known family even if no name changes.
+        needs_description: Whether the target has a description of the model (``params.json``),
+            which requires a known family even if no name changes.
         untie: Whether to write both tensors of each tied pair.
         partial: Whether only a part of the model's tensors is mapped.
         vocab: Size that the vocabulary is padded or truncated to, or None to keep the size.

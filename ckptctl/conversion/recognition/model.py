@@ -563,7 +563,8 @@ def require_known_model(model: Model) -> None:
             matches = f"{described} match {quote_names(model.candidates, MAX_SHOWN_CANDIDATES)}"
         option = _format_deciding_option(model)
         hint = (
-            f"pass {format_option('--assets DIR')} with the trained model's config.json, which also "
+            f"pass {format_option('--assets DIR')} with the trained model's config.json, "
+            "which also "
             f"states the axis sizes, or choose with {option}"
         )
         if model.config or model.params:

@@ -29,7 +29,7 @@ ROOT_NAMES = frozenset(
 )
 """Names of containers of models, and of wrappers."""
 TRANSPARENT_ROOTS = frozenset({"state", "app", "dcp"})
-"""Names in :data:`ROOT_NAMES` whose dictionary usually contains the model's container and others."""
+"""Names in :data:`ROOT_NAMES` of dictionaries with the model's container and other values."""
 WRAPPER_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
 TRAINING_NAMES = frozenset(

@@ -137,7 +137,7 @@ def copy_shards_to_host(
         raise
     steps = [tuple(piece.stride()) for piece in pieces]
     nbytes = sum(byte_range.nbytes for byte_range in ranges)
-    copied = replace(state, pieces=pieces, steps=steps, complete=chosen is None)
+    copied = replace(state, pieces=pieces, strides=steps, complete=chosen is None)
     return StagedCopy(copied, region, nbytes)
 
 

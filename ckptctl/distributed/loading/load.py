@@ -183,7 +183,7 @@ class CollectiveLoad:
         return replace(
             plan,
             plan=run_on_all_ranks(ranks, lambda: plan.reading.plan_tensors(reads)),
-            shared=shared,
+            shared_reads=shared,
         )
 
     def _read_and_exchange(self, plan: CachedLoadPlan) -> tuple[int, int, LoadedValues]:

@@ -52,7 +52,13 @@ def with_new_tensors(
         tensors[name] = build_rank_tensor(name, leaf, tensors[name].meta.path)
     state = FlatState(tensors, request.state.values)
     part = RequestedLeaves(state.meta, request.requested_leaves.values)
-    return replace(request, state=state, places=state.shards, part=part, made=new_tensors)
+    return replace(
+        request,
+        state=state,
+        shards=state.shards,
+        requested_leaves=part,
+        allocated_tensors=new_tensors,
+    )
 
 
 def find_missing_tied_names(state: FlatState, offered: Container[str]) -> set[str]:

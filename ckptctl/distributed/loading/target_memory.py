@@ -174,7 +174,8 @@ def find_first_with_same_memory(
 
     Args:
         shards: Shards to fill.
-        replaced_names: Names of tensors that new ones replace. Ties between replaced tensors are kept.
+        replaced_names: Names of tensors that new ones replace. Ties between replaced tensors are
+            kept.
     """
     first_by_memory: dict[object, int] = {}
     first_indices: list[int] = []

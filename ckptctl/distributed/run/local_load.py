@@ -195,7 +195,7 @@ def load_from_local_disks(
 def find_newest_local(
     ranks: RankCollectives, folder: LocalFolder, keeper: RunCheckpoints
 ) -> LocalSave | None:
-    """Find the local save that :func:`load_from_local_disks` would load, or None if there is none."""
+    """Find the local save that :func:`load_from_local_disks` would load, or return None."""
     root = ranks.broadcast(run_on_rank_zero(ranks, partial(inspect_root, keeper, None)))
     saves = _list_candidates(ranks, folder, root)
     return next((candidate.save for candidate in saves if candidate.source), None)

@@ -146,8 +146,8 @@ class _MetadataWriter:
         dicts: Memo references of the dicts of the metadata.
         sizes: Encoded ``torch.Size`` objects by value.
         encoded_ranges: Encoded offsets and lengths of items, by their values.
-        encoded_chunk_lists: Encoded chunks and their number of memo entries, by the id of the list of boxes.
-            A reference to the list keeps its id valid.
+        encoded_chunk_lists: Encoded chunks and their number of memo entries, by the id of the list
+            of boxes. A reference to the list keeps its id valid.
         batch_pair_count: Number of pairs in the current batch of the current dict.
         closing_opcodes: Opcodes that close the current dict.
     """

@@ -248,7 +248,7 @@ def _make_or_copy_config(
     file: str,
     noun: str,
 ) -> dict[str, object] | None:
-    """Make a configuration with *make*, or else copy that in the source's *file* with *copy_record*."""
+    """Make a configuration with *make*, or else copy the source's *file* with *copy_record*."""
     config, why_not = _make_config(request, make)
     if config is not None:
         return config

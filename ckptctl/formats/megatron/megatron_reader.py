@@ -504,7 +504,8 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {pluralize(len(grid.files), 'rank')}",
-            hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')}, which has a rule for every tensor"
+            hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')}, which has a rule "
+            "for every tensor"
             if has_built_in_rules
             else _RULES_ADVICE,
         )

@@ -122,7 +122,8 @@ def load_rules(path: TreePath) -> Rules:
             raise SourceNotFoundError(
                 "the rules file does not exist",
                 where=str(path),
-                hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')} for the built-in rules",
+                hint=f"pass {format_option(f'--rules {BUILT_IN_RULES_NAME}')} for the "
+                "built-in rules",
             )
         return load_built_in_rules()
     return _parse_rules(path, str(path))

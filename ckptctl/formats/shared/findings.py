@@ -169,7 +169,8 @@ class FaultCollector:
         root: The checkpoint's folder.
         partial: Whether to collect findings instead of raising errors.
         findings: The problems so far.
-        unusable_files: Errors of unusable files by path relative to *root*, or None for a missing file.
+        unusable_files: Errors of unusable files by path relative to *root*, or None for a missing
+            file.
         lost: Boxes of each tensor that are in unusable files, with the names of these files.
     """
 

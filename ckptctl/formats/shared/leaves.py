@@ -236,7 +236,8 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
             f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of "
             "objects",
             where=quote_names(hidden),
-            hint=f"skip them with {format_option('--exclude GLOB', command='convert')}, or copy DCP "
+            hint=f"skip them with {format_option('--exclude GLOB', command='convert')}, or "
+            "copy DCP "
             f"items with {format_option('--to dcp')}",
         )
 

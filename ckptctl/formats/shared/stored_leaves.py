@@ -86,7 +86,8 @@ def extract_leaves(
 ) -> Leaves:
     """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
-    *checkpoint_root* is the checkpoint's folder. Without it, conjugate and negative views are unreadable.
+    *checkpoint_root* is the checkpoint's folder. Without it, conjugate and negative views cannot be
+    read.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}

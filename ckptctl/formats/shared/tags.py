@@ -54,7 +54,8 @@ def find_tag_folder(
         tag: Name of the save to read, or None to follow the pointer file.
         pointer: Name of the pointer file.
         find_evidence: Function that returns evidence that a folder is a save, or None.
-        get_folder_name: Function that returns the name of the folder for the text of the pointer file.
+        get_folder_name: Function that returns the name of the folder for the text of the pointer
+            file.
     """
     saves = list_tags(root, find_evidence)
     if tag is not None:

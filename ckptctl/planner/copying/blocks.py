@@ -49,7 +49,8 @@ class Block(NamedTuple):
         source: Byte position of the first element in the source.
         buffer: Byte position of the first element in the buffer.
         axes: ``(count, source stride, buffer stride)`` in bytes.
-        run_nbytes: Bytes that are contiguous in the source and in the buffer, at each index of the axes.
+        run_nbytes: Bytes that are contiguous in the source and in the buffer, at each index of the
+            axes.
     """
 
     source: int

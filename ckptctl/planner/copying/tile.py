@@ -136,8 +136,8 @@ class TileLimits(NamedTuple):
     Attributes:
         tile_bytes: Default buffer size.
         max_tile_bytes: Maximum buffer size, used if it keeps reads long.
-        max_unit_bytes: Maximum size of one unit of work: a flat byte range, which is copied in steps, or all
-            steps of a tile.
+        max_unit_bytes: Maximum size of one unit of work: a flat byte range, which is copied in
+            steps, or all steps of a tile.
         permuted_tile_bytes: Buffer size, and twice the staging size, if elements are permuted.
         verifies_checksums: Whether to verify recorded checksums of sources.
     """

@@ -172,7 +172,8 @@ def derive_adapter_family(base: Family) -> Family:
 def derive_unfused_adapters(base: Family, layout: str) -> Family:
     """Derive the adapter family with :data:`UNFUSED`, in the row order of *layout*.
 
-    In this layout, embeddings have factors in the form of linear layers (:func:`to_linear_factor_name`).
+    In this layout, embeddings have factors in the form of linear layers
+    (:func:`to_linear_factor_name`).
     """
     family = derive_adapter_family(base)
     stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}

@@ -60,7 +60,7 @@ class TableCell:
         return stored
 
     def to_stored(self, logical: StridedTensor, position: SpreadPosition) -> StridedTensor:
-        """Convert the logical tensor to the stored tensor at *position*, which it may fill partly."""
+        """Convert the logical tensor to the stored tensor at *position*, or to a part of it."""
         leaf = self.leaf
         for index in position:
             logical = logical.select(0, index)
@@ -167,8 +167,8 @@ def rearrange_tensor(
         positions: Positions along the axes that only the target spreads.
 
     Returns:
-        The tensor at each of *positions*. Its parts refer to placeholders for *entries*, and for the
-        zeros that extend an axis.
+        The tensor at each of *positions*. Its parts refer to placeholders for *entries*, and for
+        the zeros that extend an axis.
     """
     shared = {*source.leaf.spread_axes} & {*target.leaf.spread_axes}
     before, after = source.list_dims(shared), target.list_dims(shared)

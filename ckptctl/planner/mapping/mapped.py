@@ -277,7 +277,8 @@ def iterate_offset_notes(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     for (name, offset), count in offset_counts.items():
         verb = "added to" if offset > 0 else "subtracted from"
         yield (
-            f"{abs(offset)} is {verb} `{name}`: {pluralize(count, 'tensor')} computed and rounded to "
+            f"{abs(offset)} is {verb} `{name}`: {pluralize(count, 'tensor')} computed and "
+            "rounded to "
             "the dtype, not copied"
         )
 

@@ -74,8 +74,8 @@ class CommitResult(NamedTuple):
     """Follow-up work of a commit.
 
     Attributes:
-        finished_files: Output files, except those in memory, whose contents are complete and that only
-            miss their frames (headers and trailers).
+        finished_files: Output files, except those in memory, whose contents are complete and that
+            only miss their frames (headers and trailers).
         writeback_due: Output files with many bytes written since the last writeback.
         journal_due: Units to add to the journal, and the files that they wrote. Both are empty
             until enough bytes were written.

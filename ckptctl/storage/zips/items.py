@@ -107,7 +107,7 @@ class NeighborReader:
 def read_item_tensor(
     files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
 ) -> StoredTensor:
-    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_item_by_pattern`)."""
+    """Read a ``.distcp`` write item of one tensor (see :func:`read_item_by_pattern`)."""
     return shift_tensor(*read_item_by_pattern(files, name, offset, length, read))
 
 

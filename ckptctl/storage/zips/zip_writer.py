@@ -95,8 +95,8 @@ class _Skeleton:
         unchecked: Content of the pieces without checksums, in which all CRCs are 0.
         pickle_offset: Position of the pickle in the first piece.
         id_offset: Position of the serialization id in the last piece.
-        crc_positions: Positions of the CRCs of the pickle, the id and each storage, each as pairs of
-            piece index and position in the piece.
+        crc_positions: Positions of the CRCs of the pickle, the id and each storage, each as pairs
+            of piece index and position in the piece.
         holds_data: Whether any storage has bytes.
     """
 

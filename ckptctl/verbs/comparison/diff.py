@@ -340,6 +340,7 @@ def _list_quantization_notes(
     )
     description = ", ".join(dict.fromkeys(schemes.values()))
     return (
-        f"{side} is quantized ({description}); pass {format_option('--dequantize bf16')} to compare "
+        f"{side} is quantized ({description}); pass {format_option('--dequantize bf16')} to "
+        "compare "
         "dequantized values",
     )

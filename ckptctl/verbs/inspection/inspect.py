@@ -159,7 +159,8 @@ def require_single_checkpoint(inspection: Inspection, options: Sequence[str]) ->
     """Raise if options that need one checkpoint are used for a folder of several."""
     if inspection.checkpoints and options:
         raise UsageError(
-            f"{format_option(options[0])} requires one checkpoint, but this folder contains several",
+            f"{format_option(options[0])} requires one checkpoint, but this folder contains "
+            "several",
             where=inspection.path,
             hint=f"pass one of them, such as `{inspection.checkpoints[-1].path}`",
         )

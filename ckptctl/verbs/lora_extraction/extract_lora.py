@@ -418,7 +418,8 @@ def _recognize_family(
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
-            why=f"in memory, its layers have names of layout {FRESH_LAYOUT}; adapters use layout {HF}",
+            why=f"in memory, its layers have names of layout {FRESH_LAYOUT}; adapters use "
+            f"layout {HF}",
         )
     ties = family.ties if model.is_tied(family) else ()
     leaves = family.get_layout(layout).leaves

@@ -437,7 +437,8 @@ def _find_mismatch(
     if crc == recorded.crc32:
         return None
     why = (
-        f"bytes {recorded.offset:,} to {recorded.offset + recorded.nbytes:,} have CRC-32 {crc:08x}, "
+        f"bytes {recorded.offset:,} to {recorded.offset + recorded.nbytes:,} have CRC-32 "
+        f"{crc:08x}, "
         f"but {recorded.crc32:08x} is recorded"
     )
     return Finding("a checksum does not match", why, file=recorded.file, tensor=recorded.name)

@@ -198,7 +198,8 @@ def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _Verifi
     if options.nan:
         require_torch(
             format_option("--nan"),
-            alternative=f"{format_option('--level full')} compares recorded checksums without torch",
+            alternative=f"{format_option('--level full')} compares recorded checksums without "
+            "torch",
         )
     state = _open_checkpoint(formats.to_existing_path(path), options)
     if options.manifest:

@@ -97,8 +97,8 @@ def test_omitted_previews_are_noted(run, tmp_path):
     )
     result = run("extract", path, "*")
     assert (
-        result.stderr
-        == f"note: values are only shown for up to {MAX_PREVIEWS} tensors; {MAX_PREVIEWS + 1} match\n"
+        result.stderr == f"note: values are only shown for up to {MAX_PREVIEWS} tensors; "
+        f"{MAX_PREVIEWS + 1} match\n"
     )
     assert not run("extract", path, "w*").stderr
     assert not run("extract", path, "*", "-o", tmp_path / "out.pt").stderr

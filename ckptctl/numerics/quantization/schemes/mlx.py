@@ -82,7 +82,7 @@ def _read_settings(group: TensorGroup) -> tuple[str, int, int]:
         quant_config = QuantizationConfig(
             quant_config.method, layer_settings, f"{group.module} in {quant_config.where}"
         )
-        group = replace(group, statement=quant_config)
+        group = replace(group, quant_config=quant_config)
     mode = quant_config.content.get("mode", AFFINE_MODE)
     if isinstance(mode, str) and mode in FLOAT_MODES:
         size, bits = FLOAT_MODES[mode]
