@@ -28,6 +28,7 @@ from ckptctl.errors import (
     format_option,
     quote_names,
 )
+from ckptctl.formats.base import RecordedFacts
 from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.options import require_choice
 from ckptctl.planner.config_facts import (
@@ -229,61 +230,31 @@ def recognize_model(
     request: ModelRequest = DETECT_ALL,
 ) -> Model:
     """Recognize the model in *catalog* by names, shapes and configuration."""
-    model_type, layout, root = request.model_type, request.layout, request.root
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
-    requested_family = families.family(model_type) if model_type else None
-    if (
-        requested_family is not None
-        and requested_family.name in families.list_built_in_types()
-        and config is not None
-    ):
-        _require_matching_type(requested_family, str(model_type), config, catalog.path)
-    families_by_name = (
-        {requested_family.name: requested_family} if requested_family else families.load_families()
-    )
-    if adapter := has_adapter_factors(catalog.tensors):
+    families_by_name = _list_possible_families(catalog, request, config)
+    if is_adapter := has_adapter_factors(catalog.tensors):
         families_by_name = families.build_adapter_families(families_by_name.values())
-        model_type = next(iter(families_by_name), None) if model_type else None
+        if request.model_type:  # the adapter family has another name
+            request = replace(request, model_type=next(iter(families_by_name), None))
+    model_type, layout, root = request.model_type, request.layout, request.root
     if layout is not None and not is_base_layout(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
-    prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
-    format = formats.get_format(catalog.format)
-    prefer = layout or format.layout
-    records = format.parse_recorded_facts(catalog)
+    records = formats.get_format(catalog.format).parse_recorded_facts(catalog)
     consulted_records = None if config or params or model_type else records
+    prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
     container_roots = list_container_prefixes(catalog)
+    # Roots are ordered by likelihood. After an exact match, only containers are tried, to detect
+    # ambiguity.
     tried: dict[str, Candidates] = {}
     contradicted_candidates: list[Candidate] = []
     for prefix in prefixes:
         if prefix not in container_roots and any(map(_has_exact_candidate, tried.values())):
             break
-        shapes = {
-            name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()
-        }
-        fitting: Candidates = ()
-        if consulted_records:
-            fitting = consulted_records.find_candidates(families_by_name, shapes, prefix)
-        fitting = fitting or detect_layouts(
-            shapes,
-            families_by_name,
-            config,
-            params,
-            prefer=prefer,
-            is_user_specified=bool(model_type),
-            root=prefix,
+        tried[prefix], contradicted = _detect_candidates(
+            catalog, prefix, families_by_name, documents, request, consulted_records
         )
-        if consulted_records:
-            contradicted = [
-                candidate
-                for candidate in fitting
-                if consulted_records.contradicts_family(families_by_name[candidate.family])
-            ]
-            contradicted_candidates += contradicted
-            fitting = [candidate for candidate in fitting if candidate not in contradicted]
-        if not layout and not format.other_layouts:
-            fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
-        tried[prefix] = fitting
+        contradicted_candidates += contradicted
     best_root = prefixes[0]
     if len(tried) > 1:
         best_root = max(tried, key=lambda prefix: _rank_candidates(tried[prefix]))
@@ -296,28 +267,20 @@ def recognize_model(
     if len(inner_models) == 1 and has_all_weights(catalog, next(iter(inner_models))):
         best_root = next(iter(inner_models))
     fitting = tuple({**tried, **inner_models}[best_root])
-    candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
-    if layout is not None and not candidates:
-        matches = " or ".join(map(str, fitting))
-        raise MappingError(
-            f"the tensors are not in layout `{layout}`",
-            where=catalog.path,
-            why=f"their keys match {matches}"
-            if matches
-            else "no known model type has these keys in that layout",
-        )
+    candidates = _select_layout(fitting, layout, catalog.path)
     names = _list_families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
-    # The layouts only differ in layers without adapter, so any of them is correct.
-    any_layout = _has_exact_candidate(fitting) and adapter
+    # Layouts that match an adapter exactly differ only in tensors that it does not modify.
+    any_layout = _has_exact_candidate(fitting) and is_adapter
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
     family_name = names[0] if len(names) == 1 else model_type if names else None
-    if records and config is None and params is None and family_name in families_by_name:
-        config = records.build_config(families_by_name[family_name])
+    known_family = families_by_name.get(family_name) if family_name else None
+    if records and config is None and params is None and known_family:
+        config = records.build_config(known_family)
     recognized = Model(
         catalog,
-        replace(request, model_type=model_type),
+        request,
         documents,
         model_type=family_name,
         candidates=names,
@@ -338,6 +301,75 @@ def recognize_model(
     if model_type is None and config is None:
         return _add_tied_families(recognized, families_by_name)
     return recognized
+
+
+def _list_possible_families(
+    catalog: Catalog, request: ModelRequest, config: Json | None
+) -> Mapping[str, Family]:
+    """List the requested family, which *config* must not contradict, or all families."""
+    if not request.model_type:
+        return families.load_families()
+    family = families.family(request.model_type)
+    if family.name in families.list_built_in_types() and config is not None:
+        _require_matching_type(family, request.model_type, config, catalog.path)
+    return {family.name: family}
+
+
+def _detect_candidates(
+    catalog: Catalog,
+    prefix: str,
+    families_by_name: Mapping[str, Family],
+    documents: Mapping[str, Json],
+    request: ModelRequest,
+    records: RecordedFacts | None,
+) -> tuple[Candidates, list[Candidate]]:
+    """Detect families and layouts of the tensors below *prefix*.
+
+    Returns:
+        Candidates that fit, and those that *records* of the trainer contradict.
+    """
+    format = formats.get_format(catalog.format)
+    shapes = {name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()}
+    fitting: Candidates = ()
+    if records:
+        fitting = records.find_candidates(families_by_name, shapes, prefix)
+    fitting = fitting or detect_layouts(
+        shapes,
+        families_by_name,
+        documents.get("config.json"),
+        documents.get("params.json"),
+        prefer=request.layout or format.layout,
+        is_user_specified=bool(request.model_type),
+        root=prefix,
+    )
+    contradicted = [
+        candidate
+        for candidate in fitting
+        if records and records.contradicts_family(families_by_name[candidate.family])
+    ]
+    fitting = [candidate for candidate in fitting if candidate not in contradicted]
+    if not request.layout and not format.other_layouts:
+        fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
+    return fitting, contradicted
+
+
+def _select_layout(candidates: Candidates, layout: str | None, path: TreePath) -> list[Candidate]:
+    """Select the candidates in *layout*, or all if it is None.
+
+    Raises:
+        MappingError: No candidate has that layout.
+    """
+    selected = [c for c in candidates if layout in (None, c.layout, *c.alike)]
+    if layout is not None and not selected:
+        matches = " or ".join(map(str, candidates))
+        raise MappingError(
+            f"the tensors are not in layout `{layout}`",
+            where=path,
+            why=f"their keys match {matches}"
+            if matches
+            else "no known model type has these keys in that layout",
+        )
+    return selected
 
 
 def iterate_descriptions(
