@@ -125,7 +125,7 @@ def plan_adapter_files(draft: Draft) -> Draft:
             ranks, adapter_settings, config, dora, (change.sizes or {}).get("i")
         )
     written = {} if content is None else {ADAPTER_CONFIG: dump_json(content)}
-    copies = assets.iterate_copies((ADAPTER_CONFIG, "config.json"))
+    copies = assets.iterate_copies_except((ADAPTER_CONFIG, "config.json"))
     adapter_copies = tuple(copy for copy in copies if copy.root == catalog.root)
     return replace(draft, written=written, copies=adapter_copies)
 

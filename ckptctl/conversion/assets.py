@@ -56,7 +56,7 @@ class Assets:
     changed: frozenset[str] = frozenset()
     described: tuple[ModelDescription, ...] = ()
 
-    def iterate_copies(self, excluded_names: Collection[str]) -> Iterator[RawCopy]:
+    def iterate_copies_except(self, excluded_names: Collection[str]) -> Iterator[RawCopy]:
         """Yield the planned copy of each sidecar file whose name is not in *excluded_names*."""
         for name, size in self.sizes.items():
             if name not in excluded_names:

@@ -22,7 +22,7 @@ from ckptctl.conversion.recognition.layout_change import (
     apply_layout_change,
     change_layout,
 )
-from ckptctl.conversion.recognition.model import require_single_model, root_hint
+from ckptctl.conversion.recognition.model import build_unknown_model_hint, require_single_model
 from ckptctl.conversion.selection import skip_tensors
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.conversion.training_state import TrainingState, map_training_state
@@ -66,7 +66,7 @@ def plan_layout_change(draft: Draft) -> Draft:
         drops_prefix or formats.get_format(draft.catalog.format).layout != HF
     )
     if has_new_names and not (change.family or draft.model.candidates or draft.is_adapter):
-        hint = root_hint(draft.model)
+        hint = build_unknown_model_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
     return draft
 

@@ -133,7 +133,7 @@ def create_scratch_directory() -> Iterator[Path]:
             data.mkdir()
             yield data
         finally:
-            trash.remove_path(folder)
+            trash.delete_permanently(folder)
 
 
 def _remove_stale_folders() -> None:
@@ -143,7 +143,7 @@ def _remove_stale_folders() -> None:
             if _is_own_folder(folder) and (folder / lock.LOCK_FILE).is_file():
                 locked = lock.hold_lock(folder, folder, "using this folder", to_sweep=True)
                 with suppress(CkptError), locked:
-                    trash.remove_path(folder)
+                    trash.delete_permanently(folder)
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -249,7 +249,7 @@ def choose_thread_count(jobs: int | None) -> int:
     return jobs or get_default_thread_count(get_world_size())
 
 
-def get_ranks(group: dist.ProcessGroup | None = None) -> RankCollectives:
+def get_rank_collectives(group: dist.ProcessGroup | None = None) -> RankCollectives:
     """Return the ranks of *group*, or a single process if torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
@@ -281,7 +281,7 @@ def create_gloo_group(
     Raises:
         StorageError: The group did not form in time.
     """
-    ranks = get_ranks(parent)
+    ranks = get_rank_collectives(parent)
     if not isinstance(ranks, TorchGroup):
         return ranks
     parent_group = parent or dist.group.WORLD

@@ -81,7 +81,7 @@ def plan_config_files(draft: Draft) -> Draft:
             "params.json",
         )
     contents = {name: dump_json(document) for name, document in documents.items()}
-    return replace(draft, written=contents, copies=tuple(assets.iterate_copies(documents)))
+    return replace(draft, written=contents, copies=tuple(assets.iterate_copies_except(documents)))
 
 
 def _note_missing_files(draft: Draft, written: Collection[str]) -> tuple[str, ...]:

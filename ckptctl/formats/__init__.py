@@ -29,7 +29,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, WritableFormat
-from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
+from ckptctl.formats.shared.findings import downgrade_unproven_findings, finding_from_error
 from ckptctl.storage.paths import build_path_hint, expand_home, resolve_source_path
 from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
 from ckptctl.storage.urls import to_path_text
@@ -290,7 +290,7 @@ def open_checkpoint(
                 findings=(finding_from_error(unfinished_error, file=LOCK_NAME), *catalog.findings),
             )
         if catalog.findings:
-            catalog = replace(catalog, findings=downgrade_unproven(catalog.findings))
+            catalog = replace(catalog, findings=downgrade_unproven_findings(catalog.findings))
         if inner:
             note = f"read from `{inner.name}`, the only model checkpoint in this folder"
             catalog = replace(catalog, notes=(note, *catalog.notes))

@@ -119,7 +119,7 @@ class HfRankShardsFormat(Format):
             )
         sidecars = scan_sidecar_files(path, shards)
         return replace(
-            sidecars.make_catalog(path, self.name),
+            sidecars.start_catalog(path, self.name),
             files=sizes,
             tensors=tensors,
             notes=notes,

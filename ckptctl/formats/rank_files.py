@@ -121,7 +121,7 @@ class RankFilesFormat(Format):
             sizes = faults.read_sizes(files, names)
         sidecars = scan_root_and_subfolder(path, HF_CONFIG_FOLDER, {*names, FSDP_CONFIG_FILE})
         return replace(
-            sidecars.make_catalog(path, self.name),
+            sidecars.start_catalog(path, self.name),
             files=sizes,
             tensors=leaves.tensors,
             blobs=leaves.blobs,

@@ -122,7 +122,7 @@ class SidecarFiles:
     others: Mapping[str, str]
     documents: Mapping[str, Mapping[str, object]]
 
-    def make_catalog(self, root: TreePath, format: str) -> Catalog:
+    def start_catalog(self, root: TreePath, format: str) -> Catalog:
         """Make a catalog of the folder without weights, for readers to complete."""
         return Catalog(
             root=root,

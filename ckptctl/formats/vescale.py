@@ -64,7 +64,7 @@ class VeScaleFormat(ItemFormat):
             merger.add_folder(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
         sidecars = scan_sidecar_files(path, (MODEL, OPTIMIZER))
         return replace(
-            sidecars.make_catalog(path, self.name),
+            sidecars.start_catalog(path, self.name),
             files=merger.files,
             tensors=merger.tensors,
             blobs=merger.blobs,

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import UsageError
 from ckptctl.integrations.whole import (
@@ -98,7 +98,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Rename a checkpoint so that it is no longer visible, and then remove it."""
-        trash.remove_path(Path(path))
+        trash.delete_permanently(Path(path))
 
 
 class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -125,7 +125,9 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(filepath)).absolute()
         state, rest = split_checkpoint(checkpoint)
         identity = (checkpoint.get("loops"), compute_shard_checksums(state))
-        is_same_state = all(get_ranks().all_gather(bool(self._last and self._last[0] == identity)))
+        is_same_state = all(
+            get_rank_collectives().all_gather(bool(self._last and self._last[0] == identity))
+        )
         like = self._last[1] if is_same_state and self._last else None
         save_with_sidecar_files(state, path, {META_FILE: pickle_meta(rest)}, like=like)
         self._last = (identity, path)
@@ -159,7 +161,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """On rank 0, rename a checkpoint so that it is no longer visible, and then remove it."""
         if self.is_global_zero:
-            trash.remove_path(Path(filepath))
+            trash.delete_permanently(Path(filepath))
 
 
 def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

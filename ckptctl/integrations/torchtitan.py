@@ -19,7 +19,7 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
 from ckptctl.distributed.background.async_save import AsyncSaver
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import STEP_SERIES, RunCheckpoints
 from ckptctl.distributed.run.manager_options import MAX_FAILURES
@@ -80,7 +80,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         path, synchronous = parse_path(checkpoint_id), async_mode == dcp.AsyncMode.DISABLED
         saver, options = self._saver, {"beside": partial(self._keeper.build_sidecar_files, {})}
         future = self._keeper.save(
-            state_dict, path, get_ranks(), None if synchronous else saver, options
+            state_dict, path, get_rank_collectives(), None if synchronous else saver, options
         )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -109,7 +109,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         path = Path(checkpoint_id)
         if path.parent == Path(self.folder):
             step = int(path.name.removeprefix(STEP_SERIES))
-            run_on_rank_zero(get_ranks(), lambda: self._keeper.record_resume(path, step))
+            run_on_rank_zero(get_rank_collectives(), lambda: self._keeper.record_resume(path, step))
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the step of the newest complete checkpoint that is not abandoned.
@@ -120,7 +120,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         step: int = super()._find_load_step(folder)
         if folder or step < 0:
             return step
-        ranks = get_ranks()
+        ranks = get_rank_collectives()
         newest = ranks.broadcast(
             run_on_rank_zero(ranks, lambda: self._keeper.find_newest(STEP_SERIES))
         )

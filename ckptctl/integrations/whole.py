@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckptctl.api.conversion import plan_conversion
 from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.distributed import compat
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
@@ -144,7 +144,7 @@ def save_with_sidecar_files(
     *like* is a directory that this function wrote with the same tensors. If the file system
     supports hard links, the data files of *like* are linked instead of written again.
     """
-    ranks = get_ranks(process_group)
+    ranks = get_rank_collectives(process_group)
     linked = run_on_rank_zero(
         ranks, lambda: like is not None and _try_publish_hard_links(like, path, files)
     )

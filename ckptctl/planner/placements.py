@@ -150,7 +150,7 @@ def _append_runs(
 
 
 def _iterate_boxes(spans: Sequence[Sequence[IndexRun]]) -> Iterator[LocalBox]:
-    placed = [list(_iterate_positions(runs)) for runs in spans]
+    placed = [list(_iterate_local_offsets(runs)) for runs in spans]
     for chosen in product(*placed):
         yield LocalBox(
             Box(tuple(run[0] for run, _ in chosen), tuple(run[1] for run, _ in chosen)),
@@ -158,7 +158,7 @@ def _iterate_boxes(spans: Sequence[Sequence[IndexRun]]) -> Iterator[LocalBox]:
         )
 
 
-def _iterate_positions(runs: Sequence[IndexRun]) -> Iterator[tuple[IndexRun, int]]:
+def _iterate_local_offsets(runs: Sequence[IndexRun]) -> Iterator[tuple[IndexRun, int]]:
     position = 0
     for run in runs:
         yield run, position

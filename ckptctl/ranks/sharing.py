@@ -24,7 +24,7 @@ from ckptctl.ranks.coordinator import (
     run_on_rank_zero,
 )
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import PlanRun, execute_plan
+from ckptctl.storage.execution.executor import PlanExecution, execute_plan
 from ckptctl.storage.execution.journal import LedgerEntries
 from ckptctl.storage.publish import Staging
 from ckptctl.storage.sources import raise_changed_if
@@ -95,8 +95,8 @@ def execute_on_all_ranks(
     share = compute_work_share(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
 
-        def start_run() -> PlanRun:
-            run = PlanRun(plan, root, options, stack, share=share)
+        def start_run() -> PlanExecution:
+            run = PlanExecution(plan, root, options, stack, share=share)
             run.sources.require_unchanged()
             return run
 

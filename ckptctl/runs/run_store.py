@@ -105,7 +105,7 @@ class LocalRun:
         """See :class:`RunStore`."""
         target = self.root / name
         temporary_path = target.with_name(f".{target.name}.tmp")
-        trash.remove_path(temporary_path)
+        trash.delete_permanently(temporary_path)
         add_file(temporary_path, [content], sync=sync)
         temporary_path.replace(target)
 

@@ -187,7 +187,7 @@ def _rewrite_checkpoint(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> Non
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
-    trash.remove_path(staging_folder)
+    trash.delete_permanently(staging_folder)
 
 
 def drop_optimizer_state(catalog: Catalog) -> Catalog:

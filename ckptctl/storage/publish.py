@@ -282,8 +282,8 @@ def remove_stale_staging(target: Path, idle_seconds: float = 0.0) -> bool:
     with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), wrap_os_errors("remove", root):
         if journal.exists() or _measure_idle_seconds(root) < idle_seconds:
             return False
-        trash.remove_path(root / DATA_NAME)
-        trash.remove_path(root)
+        trash.delete_permanently(root / DATA_NAME)
+        trash.delete_permanently(root)
     return True
 
 
@@ -322,8 +322,8 @@ def _read_inode(path: Path) -> tuple[int, int]:
 
 def _prepare_data(stage: Staging, *, resume: bool) -> None:
     if not resume or stage.data.is_symlink() or not stage.data.is_dir():
-        trash.remove_path(stage.journal)
-        trash.remove_path(stage.data)
+        trash.delete_permanently(stage.journal)
+        trash.delete_permanently(stage.data)
     with wrap_os_errors("create", stage.data):
         stage.data.mkdir(exist_ok=True)
 
@@ -333,7 +333,7 @@ def _remove_staging(stage: Staging) -> list[str]:
     failures: list[str] = []
     for path in (stage.journal, stage.data, stage.root):
         try:
-            trash.remove_path(path)
+            trash.delete_permanently(path)
         except CkptError as error:
             failures.append(error.what)
     if not failures:

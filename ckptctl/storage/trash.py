@@ -19,7 +19,7 @@ from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def remove_path(path: Path) -> None:
+def delete_permanently(path: Path) -> None:
     """Remove the file or directory at *path*, if it exists."""
     try:
         with _open_walk(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:

@@ -70,7 +70,7 @@ class TwoPhaseDelete:
         target = self.clear_trash_path(name)
         self._move_to_trash(path, target)
         try:
-            trash.remove_path(target)
+            trash.delete_permanently(target)
         except StorageError as error:
             raise StorageError(
                 f"it remains in `{TRASH_FOLDER}` until the next run deletes it: {error.what}",
@@ -81,7 +81,7 @@ class TwoPhaseDelete:
         """Return the path of *name* in the trash, after removing a leftover with this name."""
         if self._disk_is_full:
             raise self._no_space_error(self.root)
-        trash.remove_path(self.folder / name)
+        trash.delete_permanently(self.folder / name)
         return self.folder / name
 
     def read_clock(self) -> float:
@@ -99,7 +99,7 @@ class TwoPhaseDelete:
         for name in self.list_left_in_trash():
             with suppress(CkptError):
                 if not list_mounts_in(self.folder / name):
-                    trash.remove_path(self.folder / name)
+                    trash.delete_permanently(self.folder / name)
         if self._disk_is_full and self.folder.exists():
             self.lock_trash()
 
@@ -113,7 +113,7 @@ class TwoPhaseDelete:
                 raise self._no_space_error(path)
             self._move_to_trash(path, self.folder)
         else:
-            trash.remove_path(path)
+            trash.delete_permanently(path)
             sync_directory(path.parent)
         self.lock_trash()
         self.empty_trash()
@@ -166,7 +166,7 @@ def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
         finally:
             # On an interruption the trash is not emptied: the next run does that.
             if not deletion.list_left_in_trash():
-                trash.remove_path(deletion.folder)
+                trash.delete_permanently(deletion.folder)
 
 
 def _require_unchanged(path: Path, identity: FileIdentity) -> None:

@@ -20,7 +20,7 @@ from ckptctl.distributed.saving import destination as save_place
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving.device_memory import DeviceMemory
-from ckptctl.distributed.saving.save import SavedPlan, save, write_collectively
+from ckptctl.distributed.saving.save import CachedSavePlan, save, write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
 from ckptctl.save_load.saving.save_files import append_values
@@ -78,7 +78,7 @@ def stock_load(folder: TreePath, state: dict[str, Any]) -> dict[str, Any]:
 def plans_are_used_again_and_never_stale(rank: int, world: int, root: Path) -> None:
     """Save states that change in every way, alternately with one that does not."""
     mesh = (world,)
-    plans = PlanCache[SavedPlan]()
+    plans = PlanCache[CachedSavePlan]()
     steady = tensors(1)
     first = True
     full = tensors(2)
@@ -127,7 +127,7 @@ def values_that_differ_change(rank: int, world: int, root: Path) -> None:
     """Values that differ between ranks are kept, whichever they are from save to save."""
     from ckptctl.formats import open_checkpoint
 
-    plans = PlanCache[SavedPlan]()
+    plans = PlanCache[CachedSavePlan]()
     states = [
         {"rng": rank, "step": 1},
         {"rng": rank + 10, "step": 1000000},

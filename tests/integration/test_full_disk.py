@@ -99,7 +99,7 @@ def test_prune_killed_on_full_disk_is_finished_later(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trash, "remove_path", killed)
+        patch.setattr(trash, "delete_permanently", killed)
         with pytest.raises(KeyboardInterrupt):
             run_prune(plan_prune(run, Policy(last=2)))
     assert names(run) == sorted([TRASH_FOLDER, *found[1:], "logs"])

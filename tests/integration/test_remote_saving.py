@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.saving.save import write_collectively, write_rank_local
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import flatten_state
@@ -119,7 +119,10 @@ def test_sidecar_files_are_written_before_metadata(
 
     monkeypatch.setattr(FsspecStore, "write_file", look)
     write_collectively(
-        STATE, parse_path(url), get_ranks(), SaveOptions(beside=lambda: {"run.json": b"{}"})
+        STATE,
+        parse_path(url),
+        get_rank_collectives(),
+        SaveOptions(beside=lambda: {"run.json": b"{}"}),
     )
     names = (".metadata", "run.json", OBJECTS_NAME)
     assert seen == [("run.json", names, False), (OBJECTS_NAME, names, True)]

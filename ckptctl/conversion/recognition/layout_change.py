@@ -225,13 +225,18 @@ def _resize_vocabulary(change: LayoutChange, size: int) -> LayoutChange:
 
 def choose_family(model: Model, target: str | None) -> Family:
     """Return the family for a change of names. Equivalent families count as one."""
-    if model.model_type is None and model.layout and target and _is_interchangeable(model, target):
+    if (
+        model.model_type is None
+        and model.layout
+        and target
+        and _are_candidates_equivalent(model, target)
+    ):
         return families.family(model.candidates[0])
     require_known_model(model)
     return families.family(model.model_type or model.candidates[0])
 
 
-def _is_interchangeable(model: Model, target: str) -> bool:
+def _are_candidates_equivalent(model: Model, target: str) -> bool:
     candidates = [families.family(name) for name in model.candidates]
     first, *other_families = candidates
     return bool(other_families) and all(

@@ -240,44 +240,48 @@ def recognize_model(
     model_type, layout, root = request.model_type, request.layout, request.root
     if layout is not None and not is_base_layout(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
-    records = formats.get_format(catalog.format).parse_recorded_facts(catalog)
-    consulted_records = None if config or params or model_type else records
+    recorded_facts = formats.get_format(catalog.format).parse_recorded_facts(catalog)
+    facts_for_detection = None if config or params or model_type else recorded_facts
     prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
     container_roots = list_container_prefixes(catalog)
     # Roots are ordered by likelihood. After an exact match, only containers are tried, to detect
     # ambiguity.
-    tried: dict[str, Candidates] = {}
+    candidates_by_root: dict[str, Candidates] = {}
     contradicted_candidates: list[Candidate] = []
     for prefix in prefixes:
-        if prefix not in container_roots and any(map(_has_exact_candidate, tried.values())):
+        if prefix not in container_roots and any(
+            map(_has_exact_candidate, candidates_by_root.values())
+        ):
             break
-        tried[prefix], contradicted = _detect_candidates(
-            catalog, prefix, families_by_name, documents, request, consulted_records
+        candidates_by_root[prefix], contradicted = _detect_candidates(
+            catalog, prefix, families_by_name, documents, request, facts_for_detection
         )
         contradicted_candidates += contradicted
     best_root = prefixes[0]
-    if len(tried) > 1:
-        best_root = max(tried, key=lambda prefix: _rank_candidates(tried[prefix]))
-        _require_single_root(best_root, tried, container_roots, catalog.path)
+    if len(candidates_by_root) > 1:
+        best_root = max(
+            candidates_by_root, key=lambda prefix: _rank_candidates(candidates_by_root[prefix])
+        )
+        _require_single_root(best_root, candidates_by_root, container_roots, catalog.path)
     inner_models = (
         {}
-        if root is not None or tried[best_root]
-        else _find_inner_models(catalog, families_by_name, tried)
+        if root is not None or candidates_by_root[best_root]
+        else _find_inner_models(catalog, families_by_name, candidates_by_root)
     )
     if len(inner_models) == 1 and has_all_weights(catalog, next(iter(inner_models))):
         best_root = next(iter(inner_models))
-    fitting = tuple({**tried, **inner_models}[best_root])
-    candidates = _select_layout(fitting, layout, catalog.path)
+    root_candidates = tuple({**candidates_by_root, **inner_models}[best_root])
+    candidates = _select_layout(root_candidates, layout, catalog.path)
     names = _list_families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
     # Layouts that match an adapter exactly differ only in tensors that it does not modify.
-    any_layout = _has_exact_candidate(fitting) and is_adapter
-    if layout is None and layouts and (len(layouts) == 1 or any_layout):
+    is_any_layout_correct = _has_exact_candidate(root_candidates) and is_adapter
+    if layout is None and layouts and (len(layouts) == 1 or is_any_layout_correct):
         layout = layouts[0]
     family_name = names[0] if len(names) == 1 else model_type if names else None
     known_family = families_by_name.get(family_name) if family_name else None
-    if records and config is None and params is None and known_family:
-        config = records.build_config(known_family)
+    if recorded_facts and config is None and params is None and known_family:
+        config = recorded_facts.build_config(known_family)
     recognized = Model(
         catalog,
         request,
@@ -288,7 +292,7 @@ def recognize_model(
         alike=candidates[0].alike if candidates else (),
         evidence=tuple(map(str, candidates)),
         root=best_root,
-        exact=_has_exact_candidate(fitting),
+        exact=_has_exact_candidate(root_candidates),
         config=config,
         params=params,
         inner_models=()
@@ -373,7 +377,7 @@ def _select_layout(candidates: Candidates, layout: str | None, path: TreePath) -
 
 
 def iterate_descriptions(
-    catalog: Catalog, roots: Mapping[str, TreePath] | None = None
+    catalog: Catalog, folders_by_document: Mapping[str, TreePath] | None = None
 ) -> Iterator[ModelDescription]:
     """Yield all descriptions of the model in a checkpoint, including trainer arguments.
 
@@ -382,11 +386,11 @@ def iterate_descriptions(
 
     Args:
         catalog: Catalog of the checkpoint.
-        roots: Folders of files, by name.
+        folders_by_document: Folders of files, by name.
     """
     for name, content in catalog.documents.items():
         if name in CONFIG_FILES:
-            home = (roots or {}).get(name, catalog.root)
+            home = (folders_by_document or {}).get(name, catalog.root)
             yield ModelDescription(name, str(home / name), content)
     for place, facts in catalog.stated.items():
         yield ModelDescription(ARGUMENTS, place, facts)
@@ -431,22 +435,23 @@ def _require_matching_type(family: Family, given_name: str, config: Json, where:
     Model types are equivalent if one refines the other, if they have the same table, or if one is
     the text model of the other.
     """
-    parts = [
+    config_sections = [
         config,
         *(section for name in SUBMODEL_KEYS if isinstance(section := config.get(name), Mapping)),
     ]
     families_by_name = families.load_families()
     related_names = {family.name, *list_ancestor_families(family, families_by_name)}
-    for part in parts:
+    for part in config_sections:
         for name in list_families_matching_configs(families_by_name, part):
             other_family = families_by_name[name]
             related = {
                 name,
                 *list_ancestor_families(other_family, families_by_name),
             } & related_names
-            named_alike = HF in family.layouts and HF in other_family.layouts
+            both_have_hf_layout = HF in family.layouts and HF in other_family.layouts
             if related or (
-                named_alike and family.get_layout(HF).has_same_tensors(other_family.get_layout(HF))
+                both_have_hf_layout
+                and family.get_layout(HF).has_same_tensors(other_family.get_layout(HF))
             ):
                 return
     stated_types = list_families_matching_configs(families_by_name, config)
@@ -538,12 +543,16 @@ def _require_single_root(
     best_root: str, tried: Mapping[str, Candidates], container_roots: Sequence[str], where: TreePath
 ) -> None:
     best = _rank_candidates(tried[best_root])
-    alike = [
+    equally_ranked_roots = [
         prefix
         for prefix in tried
         if prefix in container_roots and _rank_candidates(tried[prefix]) == best
     ]
-    equal_roots = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
+    equal_roots = [
+        p
+        for p in equally_ranked_roots
+        if not any(q != p and q.startswith(p) for q in equally_ranked_roots)
+    ]
     if best_root in equal_roots and len(equal_roots) > 1:
         shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equal_roots)
         raise MappingError(
@@ -556,8 +565,8 @@ def _require_single_root(
 
 def require_single_model(model: Model) -> None:
     """Raise if a checkpoint has several models of one kind, e.g. a teacher and a student."""
-    families_of = [set(names) for _, names in model.inner_models]
-    if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
+    families_by_model = [set(names) for _, names in model.inner_models]
+    if any(a & b for n, a in enumerate(families_by_model) for b in families_by_model[:n]):
         first = model.inner_models[0][0].rstrip(".")
         raise MappingError(
             f"the checkpoint contains {pluralize(len(model.inner_models), 'model')}",
@@ -584,7 +593,7 @@ def require_known_model(model: Model) -> None:
             "unknown model type",
             where=model.catalog.path,
             why=describe_model_locations(model) if model.inner_models else _explain_mismatch(model),
-            hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
+            hint=f"{build_unknown_model_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if model.model_type is None or model.layout is None:
         matches = format_alternatives(model.evidence, "and")
@@ -614,7 +623,7 @@ def _format_root_option(prefix: str) -> str:
     return format_option(f"--root {prefix.rstrip('.') or '.'}")
 
 
-def root_hint(model: Model) -> str:
+def build_unknown_model_hint(model: Model) -> str:
     """Return the hint for an unknown model."""
     if model.contradicted_families:
         return (

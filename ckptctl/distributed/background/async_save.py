@@ -32,9 +32,9 @@ from ckptctl.distributed.saving.destination import require_local_target
 from ckptctl.distributed.saving.local_state import LocalState, build_local_state
 from ckptctl.distributed.saving.save import (
     SAVE_PLANS,
-    SavedPlan,
+    CachedSavePlan,
     compute_plan_key,
-    list_written_chunks,
+    list_chunks_read_by_plan,
     write_collectively,
     write_rank_local,
 )
@@ -290,7 +290,7 @@ class AsyncSaver(Closeable):
             thread.start()
             return thread
 
-        def collect_shards() -> tuple[LocalState, SavedPlan | None]:
+        def collect_shards() -> tuple[LocalState, CachedSavePlan | None]:
             local = build_local_state(state_dict, trusted=options.trusted)
             if not options.collectives or ranks.world == 1:
                 return local, None
@@ -357,7 +357,7 @@ class AsyncSaver(Closeable):
         self,
         vote: StartVote,
         agreed_options: tuple[object, ...],
-        collect: Callable[[], tuple[LocalState, SavedPlan | None]],
+        collect: Callable[[], tuple[LocalState, CachedSavePlan | None]],
         start: Callable[[StagedCopy], SaveThread],
     ) -> tuple[SaveThread, BaseException | None]:
         """Copy this rank's shards, or only those that its plan writes, and start a thread.
@@ -382,7 +382,7 @@ class AsyncSaver(Closeable):
             raise self._take_failure()
         if any_rank.unable or local is None:
             vote.raise_on_all_ranks(collected)
-        written = list_written_chunks(plan) if plan and has_same_plan else None
+        written = list_chunks_read_by_plan(plan) if plan and has_same_plan else None
 
         def copy_shards() -> SaveThread:
             preparing, self._preparing = self._preparing, None

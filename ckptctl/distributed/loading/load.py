@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.loading.broadcast import (
     assign_readers,
     exchange_boxes,
@@ -177,7 +177,7 @@ class CollectiveLoad:
             broadcast = should_broadcast(hosts, speeds)
         if not broadcast or ranks.world == 1:
             return plan
-        shards_to_read, _ = rank_load.split_tied(plan.reading)
+        shards_to_read, _ = rank_load.separate_tied_shards(plan.reading)
         shared = tuple(assign_readers(shards_to_read, ranks, mapping.rank_tensors))
         reads = rank_load.build_targets(select_shards_to_read(shards_to_read, shared, ranks.rank))
         return replace(
@@ -193,7 +193,7 @@ class CollectiveLoad:
             Bytes read, bytes received, and non-tensor values.
         """
         rank_load, ranks = self._rank_load, self._ranks
-        shards_to_read, _ = rank_load.split_tied(plan.reading)
+        shards_to_read, _ = rank_load.separate_tied_shards(plan.reading)
         if plan.shared_reads is None:
             (read, values), compared_bytes = run_on_all_ranks(
                 ranks,
@@ -235,7 +235,7 @@ def load(state_dict: LoadTarget, path: str | TreePath, options: LoadCallOptions)
     Raises:
         CkptError: The load failed on some rank. It is raised on every rank.
     """
-    group = get_ranks(options.process_group)
+    group = get_rank_collectives(options.process_group)
     ranks = group if options.collectives else SingleProcess()
     error: BaseException | None = None
     with ExitStack() as stack, pause_gc():  # a garbage collection takes 0.15 s with torch

@@ -139,7 +139,7 @@ class RankLoad:
             self.allocate_new_tensors(reading.mapping)
         else:
             key_comparison, reading = self._compare_and_prepare(requested_by_all)
-        shards_to_read, tied = self.split_tied(reading)
+        shards_to_read, tied = self.separate_tied_shards(reading)
         requested_tensors = self.build_targets(shards_to_read)
         entries = reading.locate_tensors(requested_tensors)
         checksum = self._options.checksum
@@ -208,7 +208,9 @@ class RankLoad:
         """Describe shards of the state as targets of a plan."""
         return build_requested_tensors(self.request.requested_leaves.tensors, shards)
 
-    def split_tied(self, reading: PreparedRead) -> tuple[list[TensorShard], list[TiedShard]]:
+    def separate_tied_shards(
+        self, reading: PreparedRead
+    ) -> tuple[list[TensorShard], list[TiedShard]]:
         """Split the shards into those to read and tied ones to compare afterwards."""
         request = self.request
         return split_tied(request.shards, request.first_indices, request.overlaps, reading.mapping)
@@ -226,7 +228,7 @@ class RankLoad:
         """Compare tied shards with the memory that they share, and return the bytes read."""
         if not plan.comparison_plan:
             return 0
-        shards_to_read, tied = self.split_tied(plan.reading)
+        shards_to_read, tied = self.separate_tied_shards(plan.reading)
         views = build_comparison_sinks(tied, shards_to_read, str(plan.catalog.path))
         read = execute_load_plan(views, plan.comparison_plan, self._options)
         self._require_in_range(read.lost)

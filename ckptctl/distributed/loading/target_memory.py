@@ -84,7 +84,7 @@ def execute_load_plan(
     # Thousands of short-lived objects, none in a reference cycle.
     with pause_gc(), create_pinned_buffers(tensors) as buffers:
         return execute_plan(
-            plan, root, execution_options, lambda _: None, memory=views, buffers=buffers
+            plan, root, execution_options, lambda _: None, memory=views, make_buffers=buffers
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.saving.converted import (
     remove_leftovers,
     resolve_final_target,
@@ -136,7 +136,7 @@ def require_same_model(
     Raises:
         RefusedError: The models differ.
     """
-    ranks, target = get_ranks(group), resolve_final_target(out)
+    ranks, target = get_rank_collectives(group), resolve_final_target(out)
     copy_path = build_comparison_path(target)
     folder = copy_path.parent
     pattern = re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?")

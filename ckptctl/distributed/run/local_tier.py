@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture, run_in_background
-from ckptctl.distributed.group import COPY_TIMEOUT, create_gloo_group, get_ranks
+from ckptctl.distributed.group import COPY_TIMEOUT, create_gloo_group, get_rank_collectives
 from ckptctl.distributed.run.keeper import STEP_SERIES, RunCheckpoints
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
@@ -199,7 +199,7 @@ class LocalTier:
 
     def _begin_launch(self) -> LocalSave:
         """Agree on the name of this launch. All ranks call this once, at the first save."""
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         root, folder = self._keeper.root, self._folder
         run = ranks.broadcast(run_on_rank_zero(ranks, lambda: ensure_run_id(root)))
         highest = run_on_all_ranks(ranks, lambda: folder.find_highest_launch(run))
@@ -349,7 +349,7 @@ class LocalTier:
             newer local saves that cannot be loaded.
         """
         ranks, merged_options = (
-            get_ranks(self._group),
+            get_rank_collectives(self._group),
             {"process_group": self._group, **options},
         )
         loaded = load_from_local_disks(
@@ -378,7 +378,7 @@ class LocalTier:
 
     def find_newest(self) -> LocalSave | None:
         """Find the newest loadable local save, or None if the run folder has a newer one."""
-        return find_newest_local(get_ranks(self._group), self._folder, self._keeper)
+        return find_newest_local(get_rank_collectives(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
         """Wait for running saves and copies without rate limit, and ignore failures."""

@@ -13,7 +13,7 @@ from ckptctl import option_checks as checks
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.distributed.background.async_save import AsyncSaver, Closeable
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.finals import Finished, build_comparison_path, require_same_model
@@ -205,7 +205,7 @@ class CheckpointManager(Closeable):
         joined_save = urgent_save.join_last_save(path) if urgent_save else None
         if joined_save:
             return joined_save
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         first = ranks.rank == 0
         parsed_metrics, replies = run_and_all_gather(
             ranks,
@@ -281,7 +281,7 @@ class CheckpointManager(Closeable):
         require_choice(fallback, "fallback", get_args(Fallback))
         if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
 
         def load_from(start: ResumePoint) -> LoadReport:
             self.checkpoints.refresh()  # every rank reads the current files
@@ -321,7 +321,7 @@ class CheckpointManager(Closeable):
         self._require_open()
         step = checks.check_step(step)
         self.wait()
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         resumed = self._load_local(state, options, step)
         if resumed is None:
             resume_point = ranks.broadcast(
@@ -341,7 +341,7 @@ class CheckpointManager(Closeable):
         Raises:
             CkptError: The errors of :meth:`load_latest`, on every rank.
         """
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         if self._local_tier is not None and (newest := self._local_tier.find_newest()):
             return newest.step
         resume_point = ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.find_newest))
@@ -349,7 +349,7 @@ class CheckpointManager(Closeable):
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints of the run, as seen by rank 0."""
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         return ranks.broadcast(run_on_rank_zero(ranks, self.checkpoints.list_steps))
 
     def delete(self, step: int) -> None:
@@ -369,7 +369,7 @@ class CheckpointManager(Closeable):
         step = checks.check_step(step)
         if self._saver is not None:
             self._saver.join()
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
             raise self._missing_step_error(step)
         run_on_rank_zero(ranks, lambda: self.checkpoints.delete(step))
@@ -395,7 +395,7 @@ class CheckpointManager(Closeable):
         ):
             return
         self.wait()
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         path = self.root / f"{STEP_SERIES}{step}"
         if not ranks.broadcast(run_on_rank_zero(ranks, lambda: self.checkpoints.has_step(step))):
             raise self._missing_step_error(step)
@@ -439,7 +439,7 @@ class CheckpointManager(Closeable):
             out: Destination, as in :meth:`save_final`.
         """
         self._require_open()
-        ranks, target = get_ranks(self._group), resolve_final_target(out)
+        ranks, target = get_rank_collectives(self._group), resolve_final_target(out)
         return ranks.broadcast(
             run_on_rank_zero(ranks, lambda: self.checkpoints.final_models.find_model(target))
         )
@@ -475,7 +475,8 @@ class CheckpointManager(Closeable):
         saved = save_converted if published is None else require_same_model
         target = saved(state, out, self._options.build_conversion_options(options), self._group)
         run_on_rank_zero(
-            get_ranks(self._group), lambda: self.checkpoints.record_final(target, published)
+            get_rank_collectives(self._group),
+            lambda: self.checkpoints.record_final(target, published),
         )
         if self._local_tier is not None:
             self._local_tier.has_final_model = self.checkpoints.policy.last == 0
@@ -527,7 +528,7 @@ class CheckpointManager(Closeable):
 
     def _prepare_first_save(self, step: int) -> None:
         """Find and record the checkpoint from which the run resumed, before the first save."""
-        ranks = get_ranks(self._group)
+        ranks = get_rank_collectives(self._group)
         loaded = ranks.broadcast(
             run_on_rank_zero(ranks, lambda: self.checkpoints.prepare_first_save(step))
         )

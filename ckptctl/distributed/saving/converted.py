@@ -19,7 +19,7 @@ from ckptctl.catalog import Blob, compute_row_major_strides
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.distributed.group import get_ranks
+from ckptctl.distributed.group import get_rank_collectives
 from ckptctl.distributed.saving.local_state import LocalState, build_local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
@@ -62,7 +62,7 @@ def save_converted(
     Raises:
         CkptError: The save or the conversion failed, on every rank.
     """
-    ranks = get_ranks(group)
+    ranks = get_rank_collectives(group)
     target = resolve_final_target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
 
@@ -100,7 +100,7 @@ def plan_converted(
     Returns:
         The plan on rank 0, or None on other ranks.
     """
-    ranks = get_ranks(group)
+    ranks = get_rank_collectives(group)
     plans: list[ConversionPlan] = []
 
     def plan_on_rank_zero(all_packed: list[PackedShards]) -> Sequence[None]:
@@ -178,7 +178,7 @@ def remove_leftovers(folder: TreePath, pattern: re.Pattern[str]) -> None:
             "published",
         )
     if not is_url(folder):
-        trash.remove_path(Path(folder))
+        trash.delete_permanently(Path(folder))
         return
     with store.lock_for_deletion() as deletion:
         deletion.delete(folder.name, FileIdentity.from_stat(folder.stat()))

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, parse_memory_key
-from ckptctl.distributed.group import choose_thread_count, get_ranks
+from ckptctl.distributed.group import choose_thread_count, get_rank_collectives
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import record_visited_checkpoint
 from ckptctl.distributed.saving.destination import (
@@ -81,7 +81,7 @@ NO_ITEMS = RankItems((), (), (), ())
 
 
 @dataclass(slots=True)
-class SavedPlan:
+class CachedSavePlan:
     """Plan that a rank has executed, reusable because file positions do not depend on values."""
 
     generation: bytes
@@ -95,7 +95,7 @@ class SavedPlan:
         return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
 
 
-SAVE_PLANS = PlanCache[SavedPlan]()
+SAVE_PLANS = PlanCache[CachedSavePlan]()
 """Save plans of this process."""
 
 
@@ -136,7 +136,7 @@ def save(state_dict: StateDict, path: str | TreePath, options: _SaveCallOptions)
         CkptError: The save failed on some rank. It is raised on every rank, and nothing was
             published.
     """
-    ranks = get_ranks(options.process_group)
+    ranks = get_rank_collectives(options.process_group)
     if options.collectives:
         with pause_gc():  # a garbage collection would take as long as writing gigabytes
             return write_collectively(state_dict, parse_path(path), ranks, options)
@@ -149,7 +149,7 @@ def write_collectively(
     path: TreePath,
     ranks: RankCollectives,
     options: SaveOptions,
-    plans: PlanCache[SavedPlan] = SAVE_PLANS,
+    plans: PlanCache[CachedSavePlan] = SAVE_PLANS,
 ) -> TreePath:
     """Plan, write and publish the state of all ranks, as :func:`save` does."""
     with show_options_as_keywords(SaveOptions), ExitStack() as stack:
@@ -192,10 +192,10 @@ class CollectiveSave:
     """Save of one checkpoint by all ranks."""
 
     _local: LocalState
-    _key: bytes
+    _plan_key: bytes
     _save_target: SaveTarget
     _global_plan: GlobalPlan
-    _plan: SavedPlan | None = None
+    _plan: CachedSavePlan | None = None
     _error: BaseException | None = None
 
     def __init__(
@@ -203,7 +203,7 @@ class CollectiveSave:
         ranks: RankCollectives,
         path: TreePath,
         options: SaveOptions,
-        plans: PlanCache[SavedPlan],
+        plans: PlanCache[CachedSavePlan],
     ) -> None:
         self._ranks = ranks
         self._target = path
@@ -220,8 +220,8 @@ class CollectiveSave:
             self._save_target = build_target(self._target, options)
             self._target = self._save_target.target
             self._local = build_local_state(state, trusted=options.trusted)
-            self._key = compute_plan_key(self._local, self._ranks, options)
-            self._plan = plan = self._plans.get(self._key)
+            self._plan_key = compute_plan_key(self._local, self._ranks, options)
+            self._plan = plan = self._plans.get(self._plan_key)
             if self._ranks.rank == 0:
                 self._save_target.prepare_target(stack)
             return RankStatement(
@@ -252,36 +252,40 @@ class CollectiveSave:
         self._save_id = new_generation.hex()
         reused_plan = self._plan if are_cached_plans_valid(statements) else None
         share = (
-            None if reused_plan else self._agree_on_share(is_first_with_identity(statements, rank))
+            None if reused_plan else self._make_new_plan(is_first_with_identity(statements, rank))
         )
 
         def write_files() -> WriteReport:
             if share:
-                count = self._options.choose_file_count
-                files = lay_out_tensors(rank, local.shards, share, local.strides, count)
+                choose_file_count = self._options.choose_file_count
+                files = lay_out_tensors(rank, local.shards, share, local.strides, choose_file_count)
                 groups = unpack_groups(list(local.shards.paths), share.groups)
-                self._plan, written = SavedPlan(new_generation, files, groups), share.values
+                self._plan, stored_names = (
+                    CachedSavePlan(new_generation, files, groups),
+                    share.values,
+                )
             else:
                 assert reused_plan
                 files, groups = reused_plan.files, reused_plan.groups
-                written = choose_values_to_write(
+                stored_names = choose_values_to_write(
                     rank, groups, local.shards, [entry.groups for entry in statements]
                 )
-            output = append_values(rank, files, written, local.values)
+            output = append_values(rank, files, stored_names, local.values)
             self._save_target.write_files(output.plan, local.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
             values = [
-                (self._describe_leaf(*entry), output.items[entry[1]]) for entry in written.items()
+                (self._describe_value(*entry), output.items[entry[1]])
+                for entry in stored_names.items()
             ]
             return WriteReport(sizes, values, files.items if share else None)
 
         gather_and_scatter(self._ranks, write_files, self._publish_metadata)
         assert self._plan
-        self._plans.put(self._key, self._plan)
+        self._plans.put(self._plan_key, self._plan)
         record_visited_checkpoint(self._target)
         return self._target
 
-    def _agree_on_share(self, first: bool) -> RankShare:
+    def _make_new_plan(self, first: bool) -> RankShare:
         packed = (
             self._local.packed_shards if first else self._local.packed_shards.without_structure()
         )
@@ -302,7 +306,7 @@ class CollectiveSave:
 
         return gather_and_scatter(self._ranks, add_replica_digests, plan_globally)
 
-    def _describe_leaf(self, name: str, under: str) -> OutputTensor | Blob:
+    def _describe_value(self, name: str, under: str) -> OutputTensor | Blob:
         """Describe a value, or a small tensor that this rank stores separately."""
         rank, shards = self._ranks.rank, self._local.shards
         if name in shards.tensors:
@@ -340,7 +344,7 @@ class WriteReport(NamedTuple):
     items: RankItems | None
 
 
-def list_written_chunks(plan: SavedPlan) -> set[int]:
+def list_chunks_read_by_plan(plan: CachedSavePlan) -> set[int]:
     """List the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
     return {int(parse_memory_key(file)) for copy in transfers for file in copy.list_files()}

@@ -182,7 +182,7 @@ def build_catalog(
     elif any(leaf.extension for leaf in leaves.values()):
         raise UnsupportedError(WRITTEN_WITH_EXTENSION, where=str(path))
     return replace(
-        sidecars.make_catalog(path, name),
+        sidecars.start_catalog(path, name),
         files=sizes,
         tensors=tensors,
         blobs={

@@ -16,7 +16,7 @@ from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.columns import NO_CRC, ExtentColumns, get_byte_ranges
 from ckptctl.formats.shared.stored_leaves import make_extent
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.torch_tensors import UnreadError
+from ckptctl.storage.pickles.torch_tensors import UnreadableTensorError
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
 from ckptctl.storage.zips.items import (
     NeighborReader,
@@ -30,7 +30,7 @@ from ckptctl.tree import TreePath
 
 ReadItem = Callable[[str, int, int], tuple[StoredTensor, int, int]]
 """Function that reads the item at a file, offset and length, such as `read_similar_item`."""
-_Place = tuple[int, int, "_TensorLocator"]
+_ItemPosition = tuple[int, int, "_TensorLocator"]
 """First byte of an item, index of its extent, and the locator of its tensor."""
 
 
@@ -42,7 +42,7 @@ class _TensorLocator:
         unread: Reason why its elements cannot be read; empty if they can.
     """
 
-    __slots__ = ("_columns", "_crcs", "_extents", "_lengths", "_starts", "entry", "unread")
+    __slots__ = ("_columns", "_crcs", "_extents_by_index", "_lengths", "_starts", "entry", "unread")
 
     def __init__(self, entry: TensorEntry) -> None:
         self.entry = entry
@@ -55,31 +55,35 @@ class _TensorLocator:
             and extents.parts is None
         ):
             self._columns = extents
-        self._extents = dict(enumerate(extents)) if self._columns is None else {}
+        self._extents_by_index = dict(enumerate(extents)) if self._columns is None else {}
         self._starts, self._lengths, self._crcs = (
             array("q", bytes(0 if self._columns is None else 8 * len(extents))) for _ in range(3)
         )
 
-    def locate_extent(self, number: int, root: TreePath, read_item: ReadItem) -> None:
-        """Read the item of extent *number* and record where its elements are."""
+    def locate_extent(self, extent_index: int, root: TreePath, read_item: ReadItem) -> None:
+        """Read the item of extent *extent_index* and record where its elements are."""
         columns, entry = self._columns, self.entry
         if columns is None:
-            self._extents[number] = resolve_extent(root, read_item, entry, self._extents[number])
+            self._extents_by_index[extent_index] = resolve_extent(
+                root, read_item, entry, self._extents_by_index[extent_index]
+            )
             return
         tensor, shift, crc32 = read_item(
-            columns.files[number], columns.starts[number], columns.lengths[number]
+            columns.files[extent_index], columns.starts[extent_index], columns.lengths[extent_index]
         )
         is_standard = tensor.strides is None and tensor.within is None
         if (
             not is_standard
             or tensor.dtype != entry.dtype
-            or tensor.shape != columns.boxes.sizes[number]
+            or tensor.shape != columns.boxes.sizes[extent_index]
         ):
-            self._extents[number] = resolve_extent(root, read_item, entry, columns[number])
+            self._extents_by_index[extent_index] = resolve_extent(
+                root, read_item, entry, columns[extent_index]
+            )
             return
-        self._starts[number] = tensor.offset + shift
-        self._lengths[number] = tensor.nbytes
-        self._crcs[number] = NO_CRC if tensor.crc32 is None else crc32
+        self._starts[extent_index] = tensor.offset + shift
+        self._lengths[extent_index] = tensor.nbytes
+        self._crcs[extent_index] = NO_CRC if tensor.crc32 is None else crc32
 
     def build_entry(self) -> TensorEntry:
         """Return the tensor with the located extents."""
@@ -87,7 +91,7 @@ class _TensorLocator:
             return replace(self.entry, extents=(), unsupported=self.unread)
         columns = self._columns
         if columns is None:
-            return replace(self.entry, extents=tuple(self._extents.values()))
+            return replace(self.entry, extents=tuple(self._extents_by_index.values()))
         boxes_and_files, starts_and_lengths = (
             (columns.boxes, columns.files),
             (self._starts, self._lengths),
@@ -95,8 +99,10 @@ class _TensorLocator:
         extents: Sequence[Extent] = ExtentColumns(
             *boxes_and_files, *starts_and_lengths, "raw", None, self._crcs
         )
-        if self._extents:
-            extents = tuple(self._extents.get(n, extent) for n, extent in enumerate(extents))
+        if self._extents_by_index:
+            extents = tuple(
+                self._extents_by_index.get(n, extent) for n, extent in enumerate(extents)
+            )
         return replace(self.entry, extents=extents)
 
 
@@ -114,22 +120,24 @@ def locate_elements(
     locators = {name: _TensorLocator(entry) for name, entry in tensors.items()}
     in_order = partial(read_item_by_pattern, files, read=NeighborReader(files))
     read_item = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
-    by_file: dict[str, list[_Place]] = {}
+    by_file: dict[str, list[_ItemPosition]] = {}
     for locator in locators.values():
         for number, (file, start, _) in enumerate(get_byte_ranges(locator.entry.extents)):
             by_file.setdefault(file, []).append((start, number, locator))
     for file in [*by_file]:
         places = by_file.pop(file)
         places.sort(key=itemgetter(0))
-        for _, number, locator in prefetch_items(files, places, partial(_list_item_ends, file)):
+        for _, number, locator in prefetch_items(
+            files, places, partial(_iterate_prefetch_offsets, file)
+        ):
             try:
                 locator.locate_extent(number, files.root, read_item)
-            except UnreadError as error:
+            except UnreadableTensorError as error:
                 locator.unread = error.unsupported_message
     return {name: locator.build_entry() for name, locator in locators.items()}
 
 
-def _list_item_ends(file: str, place: _Place) -> Iterator[FileOffset]:
+def _iterate_prefetch_offsets(file: str, place: _ItemPosition) -> Iterator[FileOffset]:
     """Yield the offsets at which the zip of an item is read."""
     start, number, locator = place
     extent = locator.entry.extents[number]

@@ -178,7 +178,7 @@ def build_catalog(
     """Combine the tensors, the *blobs* of the model and all *state* into a catalog."""
     sidecars = scan_sidecar_files(faults.root, {folder, *files, *ROOT_FILES})
     return replace(
-        sidecars.make_catalog(faults.root, name),
+        sidecars.start_catalog(faults.root, name),
         files=files,
         tensors={**replicas.tensors, **replicas.differing},
         blobs={**blobs, **state.blobs},

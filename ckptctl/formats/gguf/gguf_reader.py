@@ -84,7 +84,7 @@ def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
             values, counts, tensors, _read_rope_factors(files, tensors)
         )
     sidecars = scan_sidecar_files(root, names, is_single_file=path.is_file())
-    catalog = sidecars.make_catalog(root, name)
+    catalog = sidecars.start_catalog(root, name)
     has_config = CONFIG in catalog.documents
     documents = (
         catalog.documents if has_config or not config else {**catalog.documents, CONFIG: config}

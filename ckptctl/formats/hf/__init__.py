@@ -199,7 +199,7 @@ class HfFormat(WritableFormat):
             root, {*used, *self.config_files}, is_single_file=path.is_file()
         )
         return replace(
-            sidecars.make_catalog(root, self.name),
+            sidecars.start_catalog(root, self.name),
             path=path,
             files={name: files.size(name) for name in names},
             tensors=tensors | aliases,

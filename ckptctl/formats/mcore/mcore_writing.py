@@ -348,7 +348,7 @@ OPTIMIZER, SETTINGS_KEY, ITERATION_KEY = "optimizer", "param_groups", "iteration
 MAX_ITERATION = 10**12
 
 
-class TrainingState(NamedTuple):
+class McoreTrainingState(NamedTuple):
     """Training state and objects that are written with the model.
 
     Attributes:
@@ -374,7 +374,7 @@ class TrainingState(NamedTuple):
 
 def separate_training_state(
     tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes
-) -> TrainingState:
+) -> McoreTrainingState:
     """Separate training state and objects from the model in *tensors* and *blobs*.
 
     Raises:
@@ -386,7 +386,7 @@ def separate_training_state(
     if not any(is_optimizer_state(tensor.name) for tensor in tensors):
         why = "mcore can only store it together with an optimizer state"
         notes.explain("skipped", {blob.name: why for blob in leaves})
-        return TrainingState(tuple(objects), (), {})
+        return McoreTrainingState(tuple(objects), (), {})
     common_tensors = tuple(tensor for tensor in tensors if _is_common_tensor(tensor))
     model_names = {tensor.name for tensor in tensors if not is_optimizer_state(tensor.name)}
     for tensor in tensors:
@@ -400,7 +400,7 @@ def separate_training_state(
                 "name",
                 hint=f"pass {format_option('--only model')} to write only the weights",
             )
-    return TrainingState(
+    return McoreTrainingState(
         tuple(objects), common_tensors, _build_common_state(leaves, common_tensors)
     )
 

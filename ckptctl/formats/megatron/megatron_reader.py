@@ -93,7 +93,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     weight_files = {folder, POINTER_FILE, *(file.split("/")[0] for file in grid.files.values())}
     sidecars = scan_sidecar_files(path, weight_files)
     return replace(
-        sidecars.make_catalog(path, name),
+        sidecars.start_catalog(path, name),
         files=sizes,
         tensors={**make_tensor_entries(joiner.joined_tensors), **other_leaves.tensors},
         blobs=other_leaves.blobs,

@@ -92,7 +92,7 @@ def finding_from_error(
     return Finding(error.what, why, severity, file or location, tensor, None, basis, failed)
 
 
-def downgrade_unproven(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def downgrade_unproven_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Downgrade findings about tensors that do not prove damage.
 
     If a tensor's file has only findings of severity ``unknown``, such as an unsupported format, the

@@ -62,7 +62,7 @@ def join_shards(
     joiner = ShardJoiner(list(shards.values()), names, layout, documents, options.model_type)
     tensors = joiner.join_tensors(files)
     return replace(
-        sidecars.make_catalog(files.root, format),
+        sidecars.start_catalog(files.root, format),
         files={name: files.size(name) for name in names},
         tensors=tensors,
         documents=sidecars.documents if options.documents else joiner.documents,

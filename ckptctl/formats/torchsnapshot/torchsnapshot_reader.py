@@ -80,7 +80,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         leaves = merger.merge_leaves()
     sidecars = scan_sidecar_files(path, sizes)
     return replace(
-        sidecars.make_catalog(path, name),
+        sidecars.start_catalog(path, name),
         files={file: size for file, size in sizes.items() if file not in faults.unusable_files},
         tensors=leaves.tensors,
         blobs=leaves.blobs,

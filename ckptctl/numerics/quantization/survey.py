@@ -145,18 +145,20 @@ def _add_weights(
     used_names: set[str] = set()
     matched_groups: list[tuple[NamingPattern, TensorGroup]] = []
     for name, entry in tensors.items():
-        found_form = _match_naming_pattern(by_dtype.get(entry.dtype, ()), name, tensors)
-        if found_form is None or (build_weight := found_form[0].build_weight) is None:
+        match = _match_naming_pattern(by_dtype.get(entry.dtype, ()), name, tensors)
+        if match is None or (build_weight := match[0].build_weight) is None:
             continue
-        pattern, parts = found_form
+        pattern, part_entries = match
         used_names.add(name)
-        used_names.update(part.name for part in parts.values())
-        for role, part in parts.items():
+        used_names.update(part.name for part in part_entries.values())
+        for role, part in part_entries.items():
             if pattern.parts[role].drop_reason:
                 result.dropped[part.name] = pattern.parts[role].drop_reason
-        parts = {role: part for role, part in parts.items() if not pattern.parts[role].drop_reason}
+        part_entries = {
+            role: part for role, part in part_entries.items() if not pattern.parts[role].drop_reason
+        }
         key = f"{name.removesuffix(pattern.lead_suffix)}{pattern.dequantized_suffix}"
-        group = TensorGroup(key, entry, parts, quant_config, read_values)
+        group = TensorGroup(key, entry, part_entries, quant_config, read_values)
         try:
             pattern.require_parts(group)
             result.weights.append(build_weight(group))
@@ -208,12 +210,12 @@ def _report_incomplete_weights(
         if part.is_complete is not None
     }
     errors: dict[str, CkptError] = {}
-    for (form_id, role), (pattern, part) in checked_parts.items():
+    for (pattern_id, role), (pattern, part) in checked_parts.items():
         assert part.is_complete is not None
         completeness = [
             (group, part.is_complete(group))
-            for group_form, group in matched_groups
-            if id(group_form) == form_id
+            for group_pattern, group in matched_groups
+            if id(group_pattern) == pattern_id
         ]
         complete_example = next(
             (group.parts[role].name for group, is_complete in completeness if is_complete), None

@@ -139,7 +139,7 @@ class Domain(NamedTuple):
         """Size along the axis."""
         return self.sizes[self.axis] if self.sizes else 1
 
-    def take_part(self, length: int, begin: int = 0) -> Domain:
+    def narrow(self, length: int, begin: int = 0) -> Domain:
         """Return the part that starts at *begin* along the axis, with at most *length* indices."""
         if not self.sizes:
             return self
@@ -150,7 +150,7 @@ class Domain(NamedTuple):
 
     def split_into_parts(self, length: int, begin: int = 0) -> Iterator[Domain]:
         """Yield consecutive parts of *length* indices along the axis, from *begin* on."""
-        return (self.take_part(length, position) for position in range(begin, self.length, length))
+        return (self.narrow(length, position) for position in range(begin, self.length, length))
 
 
 def split_into_domains(
@@ -457,7 +457,7 @@ class BlockPlanner:
         if 0 in shape or self._has_long_rows(shape):
             return False
         domain = next(split_into_domains(lo, shape, MIB // self.itemsize))
-        box = domain.take_part(domain.step)
+        box = domain.narrow(domain.step)
         blocks = self.find_dense_copies(box.lo, box.sizes)
         run_count = sum(
             block.run_count for source_blocks in blocks.values() for block in source_blocks

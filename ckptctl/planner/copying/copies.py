@@ -201,9 +201,9 @@ class _Tiling:
             for part in domain.split_into_parts(domain.step * steps):
                 done, step_count = 0, part.length // part.step
                 may_merge = step_count > 1 and not self.is_permuted
-                if may_merge and self._has_uniform_steps(part.take_part(step_count * part.step)):
+                if may_merge and self._has_uniform_steps(part.narrow(step_count * part.step)):
                     first_tile, second_tile = (
-                        self._build_tile(part.take_part(part.step, begin), checks_inline)
+                        self._build_tile(part.narrow(part.step, begin), checks_inline)
                         for begin in (0, part.step)
                     )
                     if merged_tile := _merge_steps(first_tile, second_tile, step_count):

@@ -114,7 +114,7 @@ class Template:
             replace(template, fixed=((self.word_index, n),)) for n, template in enumerate(templates)
         )
 
-    def parse_numbers(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
+    def to_index_values(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
         """Convert the numbers of a key to index values, or return None if they do not match."""
         if len(numbers) != len(self.slots):
             return None
@@ -162,7 +162,7 @@ class TemplateTable(Generic[T]):
         """Yield the value of every template that matches *key*, with the index values, in order."""
         skeleton, numbers = split_numbers(key)
         for template, meaning in self.list_entries(skeleton):
-            values = template.parse_numbers(numbers)
+            values = template.to_index_values(numbers)
             if values is not None:
                 yield meaning, values
 

@@ -268,7 +268,7 @@ def require_filled_targets(tensors: Sequence[MappedTensor]) -> None:
         )
 
 
-def iterate_offset_notes(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+def describe_added_offsets(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     """Yield notes about tensors to which an offset is added."""
     read = (mapped.sources[0] for mapped in tensors)
     offset_counts = Counter(

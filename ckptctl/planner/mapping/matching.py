@@ -230,7 +230,7 @@ def _read_indices(
         columns = {index: numbering.to_indices(index, column) for index, column in columns.items()}
         chosen = [OTHER_KIND not in values for values in zip(*columns.values(), strict=True)]
     else:
-        rows = [template.parse_numbers(numbers) for numbers in kind.numbers]
+        rows = [template.to_index_values(numbers) for numbers in kind.numbers]
         rows = [row if row is None else numbering.to_logical(row) for row in rows]
         chosen = [row is not None for row in rows]
         index_names = (*template.indices, *(index for index, _ in template.fixed))

@@ -23,8 +23,8 @@ from ckptctl.planner.mapping.mapped import (
     SourceTensor,
     TargetTensor,
     ZeroTensor,
+    describe_added_offsets,
     has_same_interleaving,
-    iterate_offset_notes,
     require_filled_targets,
 )
 from ckptctl.planner.mapping.matching import (
@@ -232,7 +232,7 @@ class _TensorMapper:
             )
         is_changed = self.source.layout is not self.target
         dropped_keys = self.source.matched.dropped.items() if is_changed else ()
-        self.notes.add(*iterate_offset_notes(tensors))
+        self.notes.add(*describe_added_offsets(tensors))
         return LayoutChange(
             self.family,
             self.source.layout.name,

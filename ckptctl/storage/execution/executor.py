@@ -8,7 +8,7 @@ journal (:mod:`~ckptctl.storage.execution.journal`). Other threads finish comple
 (:mod:`~ckptctl.storage.execution.finisher`).
 
 :func:`execute_plan` executes a plan in one process. If several processes share a plan, each creates
-a :class:`PlanRun`, and all start each phase together (:mod:`ckptctl.ranks.sharing`).
+a :class:`PlanExecution`, and all start each phase together (:mod:`ckptctl.ranks.sharing`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def execute_plan(
     journal: Path | None = None,
     memory: Mapping[str, Memory] | None = None,
     uploads: UploadQueue | None = None,
-    buffers: Callable[[], TileBuffers] = TileBuffers,
+    make_buffers: Callable[[], TileBuffers] = TileBuffers,
 ) -> Execution:
     """Create the output files of *plan* below *root*, fill them and sync them.
 
@@ -74,10 +74,12 @@ def execute_plan(
         memory: Memory of the tensors that the plan reads, which must not change meanwhile, or
             fills, by :func:`~ckptctl.catalog.build_memory_name`.
         uploads: Queue that uploads complete files, or None to keep them below *root*.
-        buffers: Creates the buffers of a thread; called in that thread.
+        make_buffers: Creates the buffers of a thread; called in that thread.
     """
     with ExitStack() as stack:
-        run = PlanRun(plan, root, options, stack, memory, uploads=uploads, buffers=buffers)
+        run = PlanExecution(
+            plan, root, options, stack, memory, uploads=uploads, buffers=make_buffers
+        )
         run.sources.require_unchanged()
         run.prepare_files(journal)
         with raise_changed_if(run.sources.require_unchanged):
@@ -87,7 +89,7 @@ def execute_plan(
         return run.build_result()
 
 
-class PlanRun:
+class PlanExecution:
     """Execution of a plan by one process.
 
     The phases are :meth:`prepare_files`, :meth:`fill_files` and :meth:`build_result`.
@@ -120,10 +122,10 @@ class PlanRun:
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
         self._needs_arithmetic = needs_arithmetic(plan)  # permutations are only known per tile
         self._journal: Journal | None = None
-        self._resumed: Mapping[tuple[int, int], FinishedUnit] = {}
+        self._journaled_units: Mapping[tuple[int, int], FinishedUnit] = {}
         self._supervisor = Supervisor()
         self._workers: list[Worker] = []
-        self._bytes_read_elsewhere = 0
+        self._bytes_read_by_other_processes = 0
 
     def _release_memory(self) -> None:
         self._memory = {}
@@ -147,7 +149,7 @@ class PlanRun:
             if self._journal.done_units and self.output.have_full_size():
                 self._limits = self._journal.limits
                 self._threads = self._options.count_threads_that_fit(self._limits)
-                self._resumed = self._journal.done_units
+                self._journaled_units = self._journal.done_units
                 return
             self._journal.restart()
         self.output.create_files()
@@ -176,21 +178,21 @@ class PlanRun:
             run_units = partial(
                 self._run_units, LaneScheduler(lane_list, self._threads, wait_for_room)
             )
-            crew = ThreadGroup(self._supervisor, run_units, self._threads)
+            threads = ThreadGroup(self._supervisor, run_units, self._threads)
             if self._needs_arithmetic:
                 import_torch()  # once, so that threads do not wait for each other
             try:
-                crew.start()
-                self._supervisor.watch_until(crew.is_done, self._count_done_bytes, progress)
+                threads.start()
+                self._supervisor.watch_until(threads.is_done, self._count_done_bytes, progress)
                 if self._share is None:
                     for path in self._ledger.list_frame_only_files():
                         self._finisher.queue_file(path)
                 elif self._options.sync:
                     for path in self._ledger.list_partial_files():
-                        self._finisher.queue_journal_units((), [path])
+                        self._finisher.queue_sync_and_journal((), [path])
             finally:
                 stop.set()
-                crew.join()
+                threads.join()
 
     @contextmanager
     def _finish_in_background(self, progress: Advance) -> Iterator[None]:
@@ -219,7 +221,11 @@ class PlanRun:
         for index in work_indices:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
-                journaled = self._resumed.get((index, unit.number)) if self._resumed else None
+                journaled = (
+                    self._journaled_units.get((index, unit.number))
+                    if self._journaled_units
+                    else None
+                )
                 if journaled is None or not self._has_journaled_data(unit, journaled):
                     yield unit
                 else:
@@ -281,14 +287,16 @@ class PlanRun:
         for path in result.writeback_due:
             self._finisher.start_writeback(path)
         if result.journal_due[0]:
-            self._finisher.queue_journal_units(*result.journal_due)
+            self._finisher.queue_sync_and_journal(*result.journal_due)
 
     def _count_done_bytes(self) -> int:
         uncommitted_bytes = sum(worker.uncommitted_bytes for worker in self._workers)
         return self._ledger.written_bytes + self._ledger.resumed_bytes + uncommitted_bytes
 
     def _count_read_bytes(self) -> int:
-        return self._bytes_read_elsewhere + sum(worker.bytes_read for worker in self._workers)
+        return self._bytes_read_by_other_processes + sum(
+            worker.bytes_read for worker in self._workers
+        )
 
     def export_entries(self) -> LedgerEntries:
         """Return this process's ledger entries, for the process that finishes a shared plan."""
@@ -304,7 +312,7 @@ class PlanRun:
         }
         for entries in other_entries:
             self._ledger.add_entries(entries)
-            self._bytes_read_elsewhere += entries.read
+            self._bytes_read_by_other_processes += entries.read
         self._require_complete()
         with self._finish_in_background(lambda _: None):
             for file in self._plan.files:

@@ -80,7 +80,7 @@ class Finisher:
             self._syncing.add(path)
         self._tasks.put(lambda: self._begin_writeback(path))
 
-    def queue_journal_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
+    def queue_sync_and_journal(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
         """Queue syncing the files at *paths* and then adding *units* to the journal."""
         self._tasks.put(lambda: self._record_units(units, paths))
 

@@ -39,7 +39,7 @@ _FLAGGED_DTYPES = frozenset(
 """Dtypes of views with these flags (complex dtypes and the dtypes of their components)."""
 
 
-class UnreadError(UnsupportedError):
+class UnreadableTensorError(UnsupportedError):
     """The elements of a tensor cannot be read.
 
     Args:
@@ -185,7 +185,7 @@ def _build_view(
         )
     dtype = dtype or storage.dtype
     if dtype not in dtypes.BY_NAME:
-        raise UnreadError(f"`{dtype}`", dtype, shape)
+        raise UnreadableTensorError(f"`{dtype}`", dtype, shape)
     itemsize = dtypes.get_itemsize(dtype)
     numel, span, row_major = compute_layout(shape, strides)
     start = offset * itemsize if numel else 0  # type: ignore[operator]
@@ -197,7 +197,7 @@ def _build_view(
             f" {pluralize(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
         )
     if numel * itemsize > max(storage.nbytes, MAX_EXPANDED_BYTES):
-        raise UnreadError("excessively expanded", dtype, shape)
+        raise UnreadableTensorError("excessively expanded", dtype, shape)
     return storage.build_tensor(
         TensorView(
             dtype,
@@ -221,7 +221,7 @@ def _reject_flags(metadata: object, view: object) -> object:
         reason = f"{' and '.join(sorted(flags))} flagged"
         dtype, shape = view.dtype, view.shape  # type: ignore[attr-defined]
         base = view if flags <= DERIVED_FLAGS and dtype in _FLAGGED_DTYPES else None
-        raise UnreadError(reason, dtype, shape, base, flags)
+        raise UnreadableTensorError(reason, dtype, shape, base, flags)
     return view
 
 
@@ -267,32 +267,32 @@ def _rebuild_sparse_tensor(_layout: object, data: object) -> object:
     parts = data if type(data) is tuple else ()
     values = next((p for p in reversed(parts[:3]) if hasattr(p, "dtype")), None)
     shape = next((part for part in reversed(parts) if type(part) in (tuple, Size)), ())
-    raise UnreadError("sparse", getattr(values, "dtype", "unknown"), shape)
+    raise UnreadableTensorError("sparse", getattr(values, "dtype", "unknown"), shape)
 
 
 def _rebuild_qtensor(storage: object, _offset: object, size: object, *_rest: object) -> object:
-    raise UnreadError("quantized", getattr(storage, "dtype", "unknown"), size)
+    raise UnreadableTensorError("quantized", getattr(storage, "dtype", "unknown"), size)
 
 
 def _rebuild_nested_tensor(buffer: object, *_rest: object) -> object:
-    raise UnreadError("nested", getattr(buffer, "dtype", "unknown"))
+    raise UnreadableTensorError("nested", getattr(buffer, "dtype", "unknown"))
 
 
 def _rebuild_meta_tensor_no_storage(dtype: object, size: object, *_rest: object) -> object:
-    raise UnreadError("meta", dtype, size)
+    raise UnreadableTensorError("meta", dtype, size)
 
 
 def _rebuild_wrapper_subclass(_kind: object, dtype: object, size: object, *_rest: object) -> object:
-    raise UnreadError("wrapper-subclass", dtype, size)
+    raise UnreadableTensorError("wrapper-subclass", dtype, size)
 
 
 def _rebuild_device_tensor_from_numpy(_data: object, dtype: object, *_rest: object) -> object:
-    raise UnreadError("XLA or other device", dtype)
+    raise UnreadableTensorError("XLA or other device", dtype)
 
 
 def _rebuild_device_tensor_from_cpu_tensor(data: object, *_rest: object) -> object:
     shape = getattr(data, "shape", ())
-    raise UnreadError("XLA or other device", getattr(data, "dtype", "unknown"), shape)
+    raise UnreadableTensorError("XLA or other device", getattr(data, "dtype", "unknown"), shape)
 
 
 REBUILDERS: dict[str, Callable[..., object]] = {

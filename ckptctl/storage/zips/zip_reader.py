@@ -20,7 +20,7 @@ from ckptctl.storage.pickles.torch_tensors import (
     REBUILDERS,
     StorageRef,
     TensorView,
-    UnreadError,
+    UnreadableTensorError,
     parse_storage_id,
 )
 from ckptctl.storage.stand_ins import describe_zeros, raise_if_placeholder
@@ -77,7 +77,7 @@ def _return_unread_tensors(build: Callable[..., object]) -> Callable[..., object
     def build_or_keep(*args: object) -> object:
         try:
             return build(*args)
-        except UnreadError as error:
+        except UnreadableTensorError as error:
             base = error.base if isinstance(error.base, StoredTensor) else None
             grad = base is not None and base.requires_grad
             return StoredTensor(

@@ -34,9 +34,9 @@ from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
 from ckptctl.verbs.comparison.padded import remove_padding
 from ckptctl.verbs.comparison.pairing import (
+    ComparedSelection,
     Pair,
     Pairing,
-    Selection,
     map_to_first_layout,
     pair_tensors,
 )
@@ -90,7 +90,7 @@ def _compare_sources(
     with rename_options_in_messages(_build_option_names("b")):
         mapping = map_to_first_layout(first, second, request)
     first, padding_read = remove_padding(first, mapping)
-    scope = Selection(options.include, options.exclude, options.only)
+    scope = ComparedSelection(options.include, options.exclude, options.only)
     paired = pair_tensors(first, second, mapping, scope, trainer_names_a | trainer_names_b)
     _require_selection(paired, options)
     values = _ElementComparison()

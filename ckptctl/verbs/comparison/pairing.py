@@ -33,7 +33,7 @@ NOT_SELECTED = "not selected"
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ComparedSelection:
     """Names to compare, selected by globs. An empty *include* selects all."""
 
     include: Sequence[str] = ()
@@ -120,7 +120,7 @@ def pair_tensors(
     a: Catalog,
     b: Catalog,
     mapping: StateMapping,
-    scope: Selection,
+    scope: ComparedSelection,
     trainer_names: Collection[str] = (),
 ) -> Pairing:
     """Pair the tensors and values of both checkpoints, or raise if a glob matches nothing.
@@ -201,7 +201,7 @@ def _explain_left_out(
     catalog: Catalog,
     root: str,
     other_catalog: Catalog,
-    scope: Selection,
+    scope: ComparedSelection,
     names_on_other: Mapping[str, Sequence[str]],
     trainer_names: Collection[str],
 ) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import ExtentColumns, get_boxes, get_byte_ranges, get_codecs
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
-from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
+from ckptctl.formats.shared.findings import downgrade_unproven_findings, finding_from_error
 from ckptctl.planner.boxes import Coverage, compute_coverage, intersect_boxes
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, prefetch_items
@@ -48,7 +48,7 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
         for entry in catalog.tensors.values()
         for finding in _check_coverage(catalog, entry, catalog.lost.get(entry.name, ()), unread)
     ]
-    yield from downgrade_unproven((*catalog.findings, *tiling))[len(catalog.findings) :]
+    yield from downgrade_unproven_findings((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
         yield from _check_lengths(entry)
     yield from _check_files(catalog)

@@ -145,7 +145,7 @@ def test_partial_removal_failure_exits_7(run, root, monkeypatch):
     from ckptctl.errors import StorageError
     from ckptctl.storage import trash
 
-    real = trash.remove_path
+    real = trash.delete_permanently
 
     def refuse(path: Path) -> None:
         if path.name == "step-9" and path.exists():
@@ -153,7 +153,7 @@ def test_partial_removal_failure_exits_7(run, root, monkeypatch):
         real(path)
 
     (root / "latest").unlink()
-    monkeypatch.setattr(trash, "remove_path", refuse)
+    monkeypatch.setattr(trash, "delete_permanently", refuse)
     result = run("prune", root, "--keep-last", 1, "--yes")
     assert result.exit_code == 7
     assert "EPERM" in result.stderr

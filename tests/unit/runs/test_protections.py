@@ -47,7 +47,7 @@ def apart() -> Iterator[Path]:
     """Return a folder that pytest does not tidy up: rmtree of Python 3.11 recurses into it."""
     folder = Path(tempfile.mkdtemp())
     yield folder
-    trash.remove_path(folder)
+    trash.delete_permanently(folder)
 
 
 @pytest.fixture
@@ -369,14 +369,14 @@ def test_trash_removal_stops_when_folder_is_moved(
 
     monkeypatch.setattr(os, "unlink", moving)
     with pytest.raises(RefusedError, match="moved"):
-        trash.remove_path(tmp_path / "gone")
+        trash.delete_permanently(tmp_path / "gone")
     assert sorted(item.name for item in (tmp_path / "kept").iterdir()) == ["b", "b2", "file"]
 
 
 def test_empty_folder_without_search_permission_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b").chmod(0o400)
-    trash.remove_path(tmp_path / "a")
+    trash.delete_permanently(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

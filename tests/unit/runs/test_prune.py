@@ -508,7 +508,7 @@ def test_single_file_checkpoints_are_pruned(tmp_path):
 
 def test_trash_left_by_crash_is_removed_next_time(run, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(trash, "remove_path", interrupted)
+        patched.setattr(trash, "delete_permanently", interrupted)
         prune(run, Policy(last=2))
     left = two_phase_delete.list_trash_leftovers(run)
     assert left == ["step-1"]
@@ -544,8 +544,8 @@ def test_removal_failure_is_reported_per_checkpoint(run, monkeypatch):
             raise StorageError("cannot remove: Operation not permitted (EPERM)", where=str(path))
         real(path)
 
-    real = trash.remove_path
-    monkeypatch.setattr(trash, "remove_path", refuse)
+    real = trash.delete_permanently
+    monkeypatch.setattr(trash, "delete_permanently", refuse)
     result = prune(run, Policy(last=2))
     assert result.done == ("step-1", "step-9")
     assert "EPERM" in result.failed["step-2"].what

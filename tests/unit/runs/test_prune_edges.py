@@ -57,7 +57,7 @@ def test_thinned_checkpoint_is_synced_before_original_is_removed(
         age(save_training_dcp(tmp_path / f"step-{step}", model), START + step)
     plan = plan_prune(tmp_path, LAST, thin=True)
     happened: list[str] = []
-    sync, move, remove = os.fsync, file_system.rename_atomically, trash.remove_path
+    sync, move, remove = os.fsync, file_system.rename_atomically, trash.delete_permanently
 
     def synced(descriptor: int) -> None:
         sync(descriptor)
@@ -76,6 +76,6 @@ def test_thinned_checkpoint_is_synced_before_original_is_removed(
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(file_system, "rename_atomically", moved)
-    monkeypatch.setattr(trash, "remove_path", removed)
+    monkeypatch.setattr(trash, "delete_permanently", removed)
     assert run_prune(plan).done == ("step-1",)
     assert happened[happened.index("exchange") :][:3] == ["exchange", "sync", "remove"]

@@ -358,13 +358,13 @@ def test_trash_removal_never_follows_links(tmp_path):
     victim = tmp_path / "victim"
     (victim / "sub").mkdir(parents=True)
     (victim / "sub" / "link").symlink_to(outside)
-    trash.remove_path(victim)
-    trash.remove_path(victim)
+    trash.delete_permanently(victim)
+    trash.delete_permanently(victim)
     assert tree(tmp_path) == ["outside", "outside/precious"]
     (tmp_path / "link").symlink_to(outside)
     with pytest.raises(StorageError):
         trash.clear_folder(tmp_path / "link")
-    trash.remove_path(tmp_path / "link")
+    trash.delete_permanently(tmp_path / "link")
     assert tree(tmp_path) == ["outside", "outside/precious"]
 
 
@@ -380,7 +380,7 @@ def test_trash_removal_refuses_mounted_file_system(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "stat", stat)
     with pytest.raises(RefusedError, match="mounted"):
-        trash.remove_path(tmp_path / "victim")
+        trash.delete_permanently(tmp_path / "victim")
 
 
 def test_concurrent_runs_have_exactly_one_winner(tmp_path):

@@ -112,7 +112,7 @@ def test_delete_syncs_move_before_removing_data(
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""
     happened: list[str] = []
-    sync, move, remove = os.fsync, file_system.rename_without_replacing, trash.remove_path
+    sync, move, remove = os.fsync, file_system.rename_without_replacing, trash.delete_permanently
 
     def synced(descriptor: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -129,7 +129,7 @@ def test_delete_syncs_move_before_removing_data(
     with lock_for_deletion(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
         monkeypatch.setattr(file_system, "rename_without_replacing", moved)
-        monkeypatch.setattr(trash, "remove_path", removed)
+        monkeypatch.setattr(trash, "delete_permanently", removed)
         found.delete("one", identity(root / "one"))
         monkeypatch.undo()
     assert happened[:2] == ["look", "move"] and happened[-1] == "remove"

@@ -19,7 +19,7 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptctl.formats.shared.findings import downgrade_unproven, finding_from_error
+from ckptctl.formats.shared.findings import downgrade_unproven_findings, finding_from_error
 from ckptctl.verbs.verification.verify_result import Verification
 
 
@@ -62,7 +62,7 @@ def test_missing_tensor_has_severity_of_its_file() -> None:
     torn, odd = Finding("cut", file="a"), Finding("odd", None, "unknown", "b")
     in_torn, in_odd = Finding("gone", file="a", tensor="x"), Finding("gone", file="b", tensor="y")
     elsewhere, nowhere = Finding("gone", file="c", tensor="z"), Finding("gone", tensor="w")
-    found = downgrade_unproven((torn, odd, in_torn, in_odd, elsewhere, nowhere))
+    found = downgrade_unproven_findings((torn, odd, in_torn, in_odd, elsewhere, nowhere))
     assert [one.severity for one in found] == [
         "error",
         "unknown",
@@ -70,11 +70,14 @@ def test_missing_tensor_has_severity_of_its_file() -> None:
         "unknown",
         *["error"] * 2,
     ]
-    assert [one.severity for one in downgrade_unproven((odd, nowhere))] == ["unknown", "unknown"]
-    assert [(one.severity, one.basis) for one in downgrade_unproven((nowhere,))] == [
+    assert [one.severity for one in downgrade_unproven_findings((odd, nowhere))] == [
+        "unknown",
+        "unknown",
+    ]
+    assert [(one.severity, one.basis) for one in downgrade_unproven_findings((nowhere,))] == [
         ("error", "index")
     ]
-    assert [one.basis for one in downgrade_unproven((torn, nowhere))] == ["files", "files"]
+    assert [one.basis for one in downgrade_unproven_findings((torn, nowhere))] == ["files", "files"]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_detection_work_depends_on_kinds_not_keys(monkeypatch: pytest.MonkeyPatc
     """A deeper model costs no more reading of templates, and each key is taken apart once."""
     known = load_families()
     taken, read = list[str](), list[object]()
-    original = Template.parse_numbers
+    original = Template.to_index_values
 
     def counted(key: str) -> tuple[str, tuple[int, ...]]:
         taken.append(key)
@@ -148,7 +148,7 @@ def test_detection_work_depends_on_kinds_not_keys(monkeypatch: pytest.MonkeyPatc
         return original(self, numbers)
 
     monkeypatch.setattr("ckptctl.planner.families.templates.split_numbers", counted)
-    monkeypatch.setattr(Template, "parse_numbers", reading)
+    monkeypatch.setattr(Template, "to_index_values", reading)
     shapes = llama(200)
     found = detect_layouts(shapes, known)
     assert found and all(c.is_exact for c in found)

@@ -16,7 +16,7 @@ from ckptctl.planner.copying.copies import tile_transfer
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import PlanRun
+from ckptctl.storage.execution.executor import PlanExecution
 from tests.unit.storage.execution.test_executor import Case
 
 SMALL = {"memory": 1 << 10, "jobs": 1}
@@ -52,7 +52,7 @@ def carry_out(case, plan, ranks, **options):
 
     with ExitStack() as stack:
         runs = [
-            PlanRun(
+            PlanExecution(
                 plan,
                 case.out,
                 how,
@@ -100,7 +100,7 @@ def test_missing_share_fails_finish(case):
     plan = plan_of(case)
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
-        run = PlanRun(plan, case.out, how, stack, share=compute_work_share(plan, True, 0, 2))
+        run = PlanExecution(plan, case.out, how, stack, share=compute_work_share(plan, True, 0, 2))
         run.output.create_files()
         run.fill_files(lambda _: None)
         with pytest.raises(CkptError, match="not written completely"):
@@ -135,7 +135,7 @@ def test_file_of_single_rank_is_finished_by_that_rank(case):
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
         shares = [compute_work_share(plan, True, rank, 2) for rank in range(2)]
-        runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
+        runs = [PlanExecution(plan, case.out, how, stack, share=share) for share in shares]
         runs[0].output.create_files()
         for run in runs:
             run.fill_files(lambda _: None)
