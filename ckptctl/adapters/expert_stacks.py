@@ -59,7 +59,7 @@ class ExpertStack:
 
     @property
     def outputs(self) -> int:
-        """Output features of all parts together."""
+        """Total number of output features of all parts."""
         return sum(part.rows for part in self.slices)
 
     @property

@@ -247,7 +247,7 @@ class ConversionPlan(
 
     @property
     def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """Weights quantized by `--quantize`, by unquantized name."""
+        """Names, before quantization, of the weights that `--quantize` quantizes."""
         return self.quantization.weights if self.quantization else ()
 
     @property
@@ -368,7 +368,7 @@ class ConversionResult(Result):
 
     @property
     def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
-        """Quantization error of each quantized weight, by unquantized name."""
+        """Quantization error of each weight, by its name before quantization."""
         quantization = self.plan.quantization
         if quantization is None:
             return {}

@@ -92,7 +92,7 @@ def compute_params_ffn_size(params: Json, dim: int) -> int:
 
 
 def read_params_statements(family: Family, params: Json, source: str) -> Iterator[Statement]:
-    """Yield the statements of a params.json, as facts of config.json."""
+    """Yield the facts of a params.json, expressed as config.json fields."""
     style, values = family.params, add_rope_fields(params)
     sizes = read_sizes(family, None, params)
     explicit_axes = read_sizes(family, None, params, include_defaults=False)

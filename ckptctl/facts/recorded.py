@@ -164,7 +164,7 @@ def _has_valid_values(family: Family, fields: Json) -> bool:
 def _select_families_matching_config(
     families: Mapping[str, Family], family_names: list[str], fields: Json
 ) -> list[str]:
-    """Select families whose conditions on config.json hold, without those refined by another."""
+    """Select families whose config.json conditions hold, except those that a match refines."""
     matching_names: list[str] = []
     for name in family_names:
         family = families[name]

@@ -446,7 +446,7 @@ def _build_plan(
 def _build_prune_decision(
     decision: Decision[Checkpoint], policy: Policy, thin: bool
 ) -> PruneDecision:
-    """Build the decision of a prune, with the bytes to free and the thinning if any."""
+    """Build the prune decision for a checkpoint, with the bytes to free and any thinning."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)

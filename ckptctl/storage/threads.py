@@ -234,7 +234,7 @@ StartProgress = Callable[[int], AbstractContextManager[Advance | None]]
 
 
 def ignore_progress(_: int) -> AbstractContextManager[None]:
-    """Return a context without a progress callback."""
+    """Return a context manager that yields no progress callback."""
     return nullcontext()
 
 

@@ -22,7 +22,7 @@ UNTRANSLATED = "copied, not translated"
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Storage of a logical tensor in a layout."""
+    """How a layout stores one logical tensor."""
 
     tensor: Annotated[str, JsonField("logical name")]
     key: Annotated[str, JsonField("template of the stored key")]

@@ -79,7 +79,7 @@ class MissingTensors:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Notes on missing tensors that could not be determined."""
+        """Notes on why missing tensors could not be determined or fully listed."""
         if self.unknown or not self.model.pairs:
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:

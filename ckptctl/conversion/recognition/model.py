@@ -58,7 +58,7 @@ MAX_SHOWN_CANDIDATES = 12
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 CONFIG_HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
-"""Common keys for the configuration of the model in a module's arguments."""
+"""Keys below Lightning's ``hyper_parameters`` that may hold the model's configuration."""
 VOCABULARY_AXIS = "v"
 """Axis of the vocabulary's rows."""
 PADDED_LAYOUTS = ("mcore", "mcore-local")
@@ -117,7 +117,7 @@ class Model:
     Attributes:
         catalog: Catalog of the checkpoint.
         request: Properties that the user set.
-        documents: Configuration that was used for recognition.
+        documents: Parsed config.json and params.json, by file name.
         described: All descriptions of the model, which must agree for a change of layout.
         model_type: Family, if exactly one matches.
         candidates: All families that match.
@@ -432,8 +432,8 @@ def _nest_leaf_values(blobs: Iterable[Blob], path: Path) -> Json:
 def _require_matching_type(family: Family, given_name: str, config: Json, where: TreePath) -> None:
     """Raise if config.json names another known model type than the user.
 
-    Model types are equivalent if one refines the other, if they have the same table, or if one is
-    the text model of the other.
+    Model types are equivalent if they are the same or share an ancestor (:attr:`Family.refines`),
+    if their hf layouts store the same tensors, or if the type of a submodel in config.json matches.
     """
     config_sections = [
         config,
@@ -496,7 +496,7 @@ def _find_inner_models(
 
 
 def _add_tied_families(model: Model, families_by_name: Mapping[str, Family]) -> Model:
-    """Add the tied variants of the family if its tied tensors have equal contents.
+    """Add the tied variants of the family if its tied tensors have equal recorded checksums.
 
     Meta's files of Llama 3.2 store the embedding twice, and params.json does not state that the
     tensors are tied.
@@ -593,7 +593,8 @@ def require_known_model(model: Model) -> None:
             "unknown model type",
             where=model.catalog.path,
             why=describe_model_locations(model) if model.inner_models else _explain_mismatch(model),
-            hint=f"{build_unknown_model_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
+            hint=f"{build_unknown_model_hint(model)}, or use format hf, dcp or torch to copy "
+            "keys unchanged",
         )
     if model.model_type is None or model.layout is None:
         matches = format_alternatives(model.evidence, "and")

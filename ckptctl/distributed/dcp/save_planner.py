@@ -153,7 +153,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @add_error_notes
     def create_local_plan(self) -> SavePlan:
-        """Describe this rank's shards, or only their key if a cached plan matches."""
+        """Describe this rank's shards, or send only the key of its cached plan if one matches."""
         packed = self.local_state.packed_shards
         key = compute_digest((KEY_VERSION, packed.sharding))
         cached = next(

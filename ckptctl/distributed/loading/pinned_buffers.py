@@ -95,7 +95,7 @@ class _PinnedBufferSet(TileBuffers):
         self.copied = [torch.cuda.Event() for _ in range(devices)]  # type: ignore[no-untyped-call]
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return a buffer, and drop smaller ones when a larger tile begins."""
+        """Return a buffer of at least *nbytes*. If the tile buffer must grow, drop all first."""
         if name == TILE_BUFFER and len(self._buffers.get(TILE_BUFFER, b"")) < nbytes:
             self._buffers.clear()
         return super().get_buffer(name, nbytes)

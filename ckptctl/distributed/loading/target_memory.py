@@ -124,7 +124,7 @@ class TensorSink(ByteSink):
 
 
 def is_read_in_place(tensor: torch.Tensor) -> bool:
-    """Return whether files are read directly into *tensor*, which needs long rows on the host."""
+    """Return whether files are read into *tensor* itself: on the CPU, with long contiguous runs."""
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
     run = tensor.element_size()

@@ -40,7 +40,7 @@ class Resumed:
         step: Number in its name: its step or epoch.
         skipped: Names of newer checkpoints that are incomplete or damaged, with reasons.
         report: Report of the load.
-        doubts: Messages if the highest step is not the last save, and which one was loaded.
+        doubts: Warnings that the highest step may not be the latest save, and which was loaded.
     """
 
     path: TreePath

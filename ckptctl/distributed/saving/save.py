@@ -1,7 +1,8 @@
 """``ckptctl.save``: the state of all ranks as one atomically published DCP directory.
 
 If cached plans are reused, there are two exchanges: one before writing, in which the ranks agree on
-the plans, and one afterwards, in which rank 0 learns that all are done and publishes.
+the plans, and one afterwards, in which rank 0 learns that all are done and publishes. Otherwise, an
+exchange in between makes a new plan.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
-"""Version of the data from which the cache key of a plan is computed."""
+"""Version of the data from which the cache key of a plan is computed; raise it with that data."""
 NO_ITEMS = RankItems((), (), (), ())
 
 
@@ -124,7 +125,7 @@ def save(state_dict: StateDict, path: str | TreePath, options: _SaveCallOptions)
 
     Args:
         state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors and other values. For
-            objects with ``state_dict()``, that method is called. It is not changed.
+            objects with ``state_dict()``, that method is called. *state_dict* is not changed.
         path: Destination, on a file system that all ranks share, or a URL (``s3://``, ``gs://``).
             For a URL, ``.metadata`` is uploaded last.
         options: All other arguments.

@@ -107,7 +107,7 @@ def resolve_dcp_items(catalog: Catalog) -> Catalog:
 
 
 def read_metadata(files: SourceFiles, name: str) -> DecodedMetadata:
-    """Read a metadata file into its leaves and the origin of the save."""
+    """Read a metadata file; return its leaves and the identity of the save that wrote it."""
     return decode_metadata(read_metadata_file(files, name, MAX_METADATA), str(files.root / name))
 
 

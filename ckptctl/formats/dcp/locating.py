@@ -1,7 +1,9 @@
 """Locate the elements of each box inside the items that ``.metadata`` lists.
 
-A checkpoint of a thousand ranks has a million items. The byte ranges of standard items are stored
-in columns.
+Each item is a ``torch.save`` zip in a ``.distcp`` file. The zip's byte range is replaced by that of
+its raw elements. A checkpoint of a thousand ranks has a million items, so the byte ranges of
+standard items, which have row-major elements and no checksum of a longer range, are stored in
+columns.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 ReadItem = Callable[[str, int, int], tuple[StoredTensor, int, int]]
-"""Function that reads the item at a file, offset and length, such as `read_similar_item`."""
+"""Reads the item at a file, offset and length.
+
+Returns a tensor, possibly that of an earlier item with the same pattern; the shift to add to its
+offsets; and the CRC-32 of its elements, which is only valid if the tensor has one. See
+:func:`~ckptctl.storage.zips.items.read_item_by_pattern`.
+"""
 _ItemPosition = tuple[int, int, "_TensorLocator"]
 """First byte of an item, index of its extent, and the locator of its tensor."""
 
@@ -118,8 +125,9 @@ def locate_elements(
         CkptError: An item is damaged, or does not match the metadata.
     """
     locators = {name: _TensorLocator(entry) for name, entry in tensors.items()}
-    in_order = partial(read_item_by_pattern, files, read=NeighborReader(files))
-    read_item = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
+    read_uncached = partial(read_item_by_pattern, files, read=NeighborReader(files))
+    # Several extents may be rows of one item (stacked tensors).
+    read_item = lru_cache(maxsize=1)(read_uncached)
     by_file: dict[str, list[_ItemPosition]] = {}
     for locator in locators.values():
         for number, (file, start, _) in enumerate(get_byte_ranges(locator.entry.extents)):

@@ -193,7 +193,7 @@ TABLE: Mapping[tuple[str, str], object] = {
 
 
 def decode_metadata(raw: bytes, where: str) -> DecodedMetadata:
-    """Parse a ``.metadata`` file into its leaves and the origin of the save."""
+    """Parse a ``.metadata`` file; return its leaves and the identity of the save."""
     try:
         return _decode_pickle(raw, where, Scanner())
     except CkptError:  # the slow path raises the exact error

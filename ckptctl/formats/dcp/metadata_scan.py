@@ -347,7 +347,7 @@ class Scanner:
         return offsets
 
     def _resolve_reference(self, raw: bytes) -> object:
-        """Resolve a memo reference, or return None if it is undefined or in the current run."""
+        """Resolve a memo reference, or return None if it is undefined or being scanned."""
         number = _parse_reference(raw)
         try:
             return self._recent_names.get(number) or self.memo[number]

@@ -16,7 +16,7 @@ from ckptctl.tree import TreePath
 
 
 class DeepSpeedFormat(Format):
-    """A folder with files of states per rank, or its parent folder with ``latest``."""
+    """A folder of per-rank state files, or its parent folder, which contains ``latest``."""
 
     name = "deepspeed"
     other_names = ("zero",)

@@ -78,7 +78,7 @@ class UniversalSave:
 
     Attributes:
         source: The checkpoint's files.
-        prefix: Folder of the tag, with which all file names start.
+        prefix: Folder of the tag, which is the prefix of every file name.
         models: Model states of tensor-parallel ranks, or for stage 3 of all ranks.
         partitioned: Whether it was converted from stage 3.
         values: Content of the files by parameter and key (``fp32``, ``exp_avg``, ...).

@@ -23,7 +23,7 @@ ValueReader = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
 UNQUANTIZED_ENDINGS = (".weight", ".bias")
 UNQUANTIZED_DTYPES = ("bfloat16", "float16", "float32")
-"""A tensor with such a name suffix and dtype never identifies a scheme."""
+"""A tensor with both such a suffix and such a dtype identifies no scheme."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class QuantizationSurvey:
     Attributes:
         weights: Supported weights, in the checkpoint's order.
         errors: Errors that schemes found, by the name of the tensor of quantized elements.
-        unknown: Names of tensors of unsupported schemes, mapped to the schemes.
+        unknown: Names of tensors of unsupported schemes, or ``quantization_config`` for an unknown
+            method, mapped to the schemes.
         weights_without_scales: Names of quantized tensors without scales.
         scales_without_weights: Names of scales without quantized tensors.
         dropped: Names of tensors that dequantized models do not need, mapped to descriptions.
@@ -58,7 +59,11 @@ class QuantizationSurvey:
 
     @property
     def scheme_by_tensor(self) -> dict[str, str]:
-        """Descriptions of how tensors are quantized, by dequantized name."""
+        """Descriptions of how tensors are quantized.
+
+        Keys are dequantized names of weights, names of quantized tensors with errors, and keys of
+        :attr:`unknown`.
+        """
         error_descriptions = {
             name: "mismatched scales" if isinstance(error, UnsupportedError) else error.what
             for name, error in self.errors.items()
@@ -96,6 +101,7 @@ def detect_quantized_weights(
     if not quant_config.method and looks_unquantized(tensors):
         return QuantizationSurvey()
     applicable = [scheme for scheme in _load_schemes() if scheme.can_apply(quant_config)]
+    # Schemes that the configuration names come first.
     applicable.sort(key=lambda scheme: quant_config.method not in scheme.methods)
     result = QuantizationSurvey()
     used_names = _add_weights(result, applicable, tensors, quant_config, read_values)
@@ -271,7 +277,7 @@ def _add_unknown_tensors(
     tensors: Tensors,
     used_names: Collection[str],
 ) -> None:
-    """Add tensors that look quantized but belong to no supported weight."""
+    """Add tensors of unsupported schemes, and unpaired tensors of supported ones."""
     patterns = [
         (scheme, pattern) for scheme in _load_schemes() for pattern in scheme.naming_patterns
     ]
@@ -291,7 +297,11 @@ def _add_unknown_tensors(
             (scheme, pattern, pattern.find_unique_suffix(name, entry.dtype))
             for scheme, pattern in patterns
         ]
-        identified = [ending_dtypes for ending_dtypes in identified if ending_dtypes[2] is not None]
+        identified = [
+            (scheme, pattern, suffix)
+            for scheme, pattern, suffix in identified
+            if suffix is not None
+        ]
         applicable_matches = [
             (pattern, suffix) for scheme, pattern, suffix in identified if scheme in applicable
         ]
@@ -309,7 +319,8 @@ def _add_unknown_tensors(
 def to_dequantized_names(names: Collection[str]) -> Collection[str]:
     """Replace the names of each quantized weight's tensors by its dequantized name.
 
-    *names* are returned unchanged if none belongs to a scheme outside the families' tables.
+    *names* are returned unchanged unless one is to be dropped, or identifies a scheme with tensors
+    that the families' tables do not have (``Scheme.in_tables``).
     """
     if all(name.endswith(UNQUANTIZED_ENDINGS) for name in names):
         return names

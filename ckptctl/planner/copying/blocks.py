@@ -472,7 +472,7 @@ class BlockPlanner:
         )
 
     def _has_long_rows(self, shape: Ints) -> bool:
-        """Return whether rows of a box of *shape* are clearly long runs in the stored tensors."""
+        """Return whether every row of a box of *shape* is stored as a long contiguous run."""
         last = len(shape) - 1
         return all(
             len(part.entry.extents) == 1

@@ -217,7 +217,7 @@ class KeyRouter:
     # ------------------------------------------------------------------ meaning of the key
 
     def _find_meaning(self, route: Route) -> tuple[LayoutTensor | Drop, KnownIndices]:
-        """Find the meaning of the key, and its index values as the family counts them."""
+        """Find the key's meaning in the source layout, and its indices in the family's count."""
         meanings = list(self.source.iterate_matches(route.key))
         numbering = self._find_numbering(
             self.source, [n for _, indices in meanings for n in indices.values()]

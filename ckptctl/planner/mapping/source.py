@@ -110,8 +110,8 @@ def resolve_source(
         shapes: Shape of each tensor by key.
         sizes: Axis sizes from the config.
         tied: Whether embeddings are tied.
-        partial: Whether *shapes* is a selection, so that no tensor is missing. Its layers are
-            numbered as in the complete model.
+        partial: Whether *shapes* is only a selection, so that absent tensors do not count as
+            missing. Its layers are numbered as in the complete model.
         matched: The matched keys of the complete model, or None to match *shapes*.
         absent_tensors: Logical tensors that this model does not have.
         required: Optional tensors that the model's config requires.

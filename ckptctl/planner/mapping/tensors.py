@@ -489,7 +489,7 @@ class _TensorMapper:
         )
 
     def _iterate_zeros(self, rule: Drop) -> Iterator[MappedTensor]:
-        """Yield target tensors of zeros, and add their sources."""
+        """Yield the all-zero target tensors of *rule*, and record their virtual sources."""
         template = Template.parse(rule.key)
         shape = tuple(self.sizes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):

@@ -1,5 +1,8 @@
 """Execution of a plan: files are created at full size, filled in parallel, and synced.
 
+A unit is one tile of a transfer, a raw copy or a check; a lane is the queue of units of one output
+file; a record is one tensor in an output file.
+
 A run creates the output files, or resumes those of an earlier run, and assigns units to threads
 (:mod:`~ckptctl.storage.execution.lanes`). Each thread copies units
 (:mod:`~ckptctl.storage.execution.worker`) between files
@@ -115,12 +118,12 @@ class PlanExecution:
         self._limits = options.compute_tile_limits(short=share is not None)
         self._threads = options.threads
         self._stack = stack
-        # A run and its threads refer to each other, which would delay freeing the tensors.
+        # The run and its threads refer to each other. Breaking the cycle frees the tensors at once.
         stack.callback(self._release_memory)
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
-        self._needs_arithmetic = needs_arithmetic(plan)  # permutations are only known per tile
+        self._needs_arithmetic = needs_arithmetic(plan)  # of permutations, known per tile
         self._journal: Journal | None = None
         self._journaled_units: Mapping[tuple[int, int], FinishedUnit] = {}
         self._supervisor = Supervisor()
@@ -217,7 +220,7 @@ class PlanExecution:
             crew.join()
 
     def _iterate_units(self, work_indices: Iterable[int]) -> Iterator[Unit]:
-        """Yield the units of transfers, raw copies and checks that no earlier run has done."""
+        """Yield the units that no earlier run has finished, and commit the others as resumed."""
         for index in work_indices:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
@@ -234,7 +237,10 @@ class PlanExecution:
                     )
 
     def _has_journaled_data(self, unit: Unit, journaled_unit: FinishedUnit) -> bool:
-        """Return whether the output files contain the data of a journaled unit."""
+        """Return whether the output files contain the data of a journaled unit.
+
+        Data is compared by CRC-32. Without checksums, only the number of writes and reads is.
+        """
         writes = unit.tile.list_writes()
         if (len(writes), len(unit.tile.list_checked_reads())) != (
             len(journaled_unit.written),
@@ -246,7 +252,7 @@ class PlanExecution:
         return all(map(eq, map(self.output.compute_crc, writes), journaled_unit.written))
 
     def _run_units(self, scheduler: LaneScheduler) -> None:
-        """Execute units until none is left (one thread)."""
+        """Execute units in the calling thread until all lanes are exhausted."""
         files = RunFiles(
             self._plan.computed,
             self.sources.get_files,

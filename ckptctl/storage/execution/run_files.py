@@ -245,7 +245,7 @@ class OutputFiles:
     def create_files(self) -> None:
         """Create the output files at their full size.
 
-        Other files of the directory are removed unless processes share it.
+        Other files in the directory are removed first, unless several processes share it.
         """
         if self._files and not self._shared:
             trash.clear_folder(self._root)

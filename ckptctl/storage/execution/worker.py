@@ -116,7 +116,7 @@ class Worker:
         return FinishedUnit(unit.transfer, unit.number, written_crcs, checked_crcs)
 
     def _get_dtypes(self, unit: Unit) -> Dtypes | None:
-        """Return source and output dtype of a transfer, or None if the unit only copies bytes."""
+        """Return the source and output dtypes of a transfer, or None if it only copies bytes."""
         if unit.transfer >= len(self._transfers):
             return None
         tensor = self._transfers[unit.transfer].tensor

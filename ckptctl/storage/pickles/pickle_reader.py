@@ -200,7 +200,7 @@ class PickleMachine:
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
     def run_checked(self, limit: int, sizes: Mapping[type, Callable[[Any], int]]) -> object:
-        """Run to STOP, and check that the result has at most *limit* values as a tree."""
+        """Run to STOP, and check that the result expands to a tree of at most *limit* values."""
         root = self.run()
         check_tree(root, limit=limit, where=self.where, sizes=sizes)
         return root
