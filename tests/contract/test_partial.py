@@ -238,7 +238,7 @@ def test_allow_missing_without_any_data_file_is_damaged(
         file.unlink()
     with refused(source, tmp_path / "out", 4) as caught:
         partly(source, tmp_path / "out")
-    assert "whole" in message(caught.value)
+    assert "complete" in message(caught.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -182,12 +182,16 @@ def test_checkpoint_replaced_while_opening_is_an_error(
     (tmp_path / "step_10").rename(path)
     attached = checksums.attach_manifest_checksums
 
-    def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
+    def attach(catalog: Catalog, *, allow_remote: bool = True) -> Catalog:
         if moment == "after it is read":
-            catalog = attached(catalog, allow_remote=needed)
+            catalog = attached(catalog, allow_remote=allow_remote)
         path.rename(tmp_path / "old")
         (tmp_path / "step_20").rename(path)
-        return catalog if moment == "after it is read" else attached(catalog, allow_remote=needed)
+        return (
+            catalog
+            if moment == "after it is read"
+            else attached(catalog, allow_remote=allow_remote)
+        )
 
     monkeypatch.setattr(checksums, "attach_manifest_checksums", attach)
     use: dict[str, Callable[[], object]] = {

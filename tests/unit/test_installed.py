@@ -58,7 +58,7 @@ def test_custom_distribution_finders_are_consulted(monkeypatch: pytest.MonkeyPat
 def test_missing_entry_points_import_no_metadata_modules() -> None:
     code = (
         "import sys; from ckptctl import families, formats; families.load_families();"
-        "from ckptctl import formats; assert not formats.list_entry_points();"
+        "from ckptctl import formats; assert not formats.get_entry_points_by_name();"
         "print([n for n in ('email', 'importlib.metadata') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -282,7 +282,7 @@ def _make_config(
         sizes["v"] = recorded_sizes["v"]  # the tensors may be padded
     rows, dtype = _get_padded_vocabulary_size(request), _find_main_dtype(request)
     try:
-        return make(request.family, request.config, sizes, padded=rows, dtype=dtype), ""
+        return make(request.family, request.config, sizes, padded_rows=rows, dtype=dtype), ""
     except MappingError as error:
         return None, error.what
 

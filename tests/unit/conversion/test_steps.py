@@ -46,7 +46,7 @@ def test_built_in_steps_name_existing_option_and_function(step: Step) -> None:
     fields = {one.name for one in list_options(ConversionOptions)}
     assert step.option.partition("=")[0] in {"", *fields}
     places = dict(zip(step.apply.__code__.co_freevars, step.apply.__closure__ or (), strict=True))
-    module, _, function = places["place"].cell_contents.partition(":")
+    module, _, function = places["target"].cell_contents.partition(":")
     assert callable(getattr(import_module(f"ckptctl.{module}"), function))
 
 

@@ -14,9 +14,9 @@ from ckptctl.conversion import upload
 
 CODE = """
 import sys, tempfile
-from ckptctl.conversion.upload import scratch_directory
+from ckptctl.conversion.upload import create_scratch_directory
 tempfile.tempdir = sys.argv[1]
-with scratch_directory() as data:
+with create_scratch_directory() as data:
     (data / "shard").write_bytes(bytes(1000))
     print(data, flush=True)
     sys.stdin.read()

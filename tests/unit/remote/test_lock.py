@@ -163,7 +163,7 @@ def test_heartbeat_keeps_lock_alive(url: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(sys.platform != "linux", reason="of /proc")
 def test_lock_of_ended_local_process_is_taken_over(url: str) -> None:
     code = (
-        "from ckptctl.storage.processes import current_process; p = current_process(); "
+        "from ckptctl.storage.processes import get_current_process; p = get_current_process(); "
         "print(p.host, p.number, p.began, p.system, sep='|', flush=True); "
         "import sys; sys.stdin.read()"
     )

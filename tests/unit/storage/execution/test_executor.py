@@ -596,7 +596,9 @@ def test_many_files_need_few_descriptors(tmp_path):
 
 
 def test_thread_count_is_limited_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptctl.storage.execution.execution_options.default_threads", lambda: 16)
+    monkeypatch.setattr(
+        "ckptctl.storage.execution.execution_options.get_default_thread_count", lambda: 16
+    )
     assert ExecutionOptions().threads == 16
     assert ExecutionOptions(memory=512 << 10).threads == 8
     assert ExecutionOptions(memory=1).threads == 1

@@ -49,7 +49,7 @@ def test_output_is_same_for_any_thread_count(case, jobs, checksum):
     plan = case.plan()
     limits = ExecutionOptions(jobs=jobs, **SMALL).compute_tile_limits()
     units = [
-        list(copies.tile_transfer(one, plan.records, limits, plan.list_checked_tensors(number)))
+        list(copies.tile_transfer(one, plan.records, limits, plan.get_checked_tensors(number)))
         for number, one in enumerate(plan.transfers)
     ]
     assert len(units[0]) == 1 and units[0][0].is_flat

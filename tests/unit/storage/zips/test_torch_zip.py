@@ -198,7 +198,7 @@ class TestWriting:
             torch.save(tensors, folder / "big.pth")
         assert (folder / "big.pth").stat().st_size == layout.size
         with (folder / "big.pth").open("rb") as theirs:
-            for offset, piece in layout.frame([0] * len(sizes)):
+            for offset, piece in layout.iterate_frame([0] * len(sizes)):
                 same = os.pread(theirs.fileno(), len(piece), offset)
                 # CRCs of the small records: torch records them here, we leave them out.
                 different = sum(a != b for a, b in zip(piece, same, strict=True))
@@ -523,7 +523,7 @@ class TestItems:
                 read_item_tensor(files, "a", *place)
             taken = []
             read = files.read_up_to
-            monkeypatch.setattr(files, "read_some", lambda *x: taken.append(x[2]) or read(*x))
+            monkeypatch.setattr(files, "read_up_to", lambda *x: taken.append(x[2]) or read(*x))
             found = [read_item_tensor(files, "a", *place).shape for place in places[4:]]
         assert found == shapes
         assert len(taken) == 2 * len(found)
