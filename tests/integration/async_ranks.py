@@ -215,7 +215,7 @@ def replicated(rank: int, world: int, root: Path) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch, AsyncSaver() as saver:
-        patch.setattr("ckptctl.distributed.background.async_save.stage", noted)
+        patch.setattr("ckptctl.distributed.background.async_save.copy_shards_to_host", noted)
         for step in range(5):
             rows = 7 if step == 3 and rank == 0 else 6  # this rank alone holds more
             tensors = {f"l{index}": torch.full((2000, 10), float(step)) for index in range(6)}

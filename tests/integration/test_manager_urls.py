@@ -184,7 +184,7 @@ def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
     for method in ("rm_file", "pipe_file"):
         patch.setattr(system, method, dying(getattr(system, method)))
     conditions = type(find_conditional_requests(system, get_protocols(system)))
-    for method in ("replace", "remove") if conditions is not type(None) else ():
+    for method in ("replace_object", "remove_object") if conditions is not type(None) else ():
         patch.setattr(conditions, method, dying(getattr(conditions, method)))
     patch.setattr(FsspecStore, "create_file", dying(FsspecStore.create_file))
     return dead

@@ -49,8 +49,8 @@ def convert(**options):
     return ckptctl.convert(sys.argv[1], sys.argv[2], **how, **options)
 
 def converted_in_two_runs():
-    execution = WriteOptions.execution
-    WriteOptions.execution = lambda self: replace(execution(self), journal_every=1)
+    execution = WriteOptions.to_execution_options
+    WriteOptions.to_execution_options = lambda self: replace(execution(self), journal_every=1)
     done = []
     def interrupt(nbytes):
         done.append(nbytes)
