@@ -42,10 +42,10 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE_DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 TRANSPOSE_COLUMNS = 128
-"""Number of columns to transpose at a time into a block of a larger matrix."""
+"""Number of columns to transpose at a time if the target is a block of a larger matrix."""
 MAX_MATRICES = 512
 RANGE_CHECK_ELEMENTS = 1 << 16
-"""Number of elements to check for out-of-range values at a time, in double precision."""
+"""Number of elements to convert to float64 at a time when counting out-of-range values."""
 
 
 def import_torch() -> None:
@@ -137,7 +137,7 @@ def permute_elements(
 
 
 def _copy_matrix(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy elements, transposing into a block of a larger matrix through dense buffers.
+    """Copy elements, using dense buffers to transpose into a block of a larger matrix.
 
     torch only transposes in blocks into dense memory. Otherwise, if the row stride is a power of
     two, all elements of a column compete for a few cache lines.
@@ -169,7 +169,7 @@ def cast_elements(
 def count_out_of_range(
     computed: torch.Tensor, read_source: Callable[[], torch.Tensor | None]
 ) -> OutOfRange:
-    """Count elements that became infinite, NaN or saturated.
+    """Count elements of *computed* that became infinite, NaN or saturated.
 
     Args:
         computed: Floating-point elements. If all are finite, nothing else is checked.
@@ -189,7 +189,10 @@ def count_out_of_range(
 
 
 def _count_lost(computed: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
-    """Count out-of-range elements of *computed* in float64."""
+    """Convert both tensors to float64 and count the out-of-range elements of *computed*.
+
+    *source* is None if all elements that *computed* was computed from were finite.
+    """
     import torch
 
     values = computed.to(torch.float64)
@@ -203,9 +206,10 @@ def _count_lost(computed: torch.Tensor, source: torch.Tensor | None) -> OutOfRan
 
 
 def _are_finite(values: torch.Tensor) -> bool:
-    """Return whether all elements are finite, from their sum or else from their exponent bits.
+    """Return whether all elements of *values* are finite.
 
-    Both are many times faster than ``values.isfinite().all()``.
+    Their sum is checked first, and their exponent bits only if the sum is not finite. Both are many
+    times faster than ``values.isfinite().all()``. Elements of one byte always count as not finite.
     """
     import torch
 
@@ -220,7 +224,10 @@ def _are_finite(values: torch.Tensor) -> bool:
 
 @cache
 def _get_exponent_mask(dtype: torch.dtype, opaque: torch.dtype) -> int:
-    """Return the bit mask of the exponent, in which infinity and NaN have all bits set."""
+    """Return the bit mask of the exponent field of *dtype*, as an integer of dtype *opaque*.
+
+    All exponent bits of infinity and NaN are set.
+    """
     import torch
 
     return int(torch.tensor(math.inf, dtype=dtype).view(opaque))
@@ -228,14 +235,14 @@ def _get_exponent_mask(dtype: torch.dtype, opaque: torch.dtype) -> int:
 
 @cache
 def _can_hold(target: str, source: str) -> bool:
-    """Return whether *target* can represent the range of *source*."""
+    """Return whether the range of dtype *target* includes the range of dtype *source*."""
     import torch
 
     return torch.finfo(_torch_dtype(target)).max >= torch.finfo(_torch_dtype(source)).max
 
 
 def view_elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
-    """Wrap the bytes of *view* in a tensor of shape ``[rows, columns]``, without a copy."""
+    """Wrap the bytes of *view* in a tensor of shape ``[rows, columns]`` without copying them."""
     import torch
 
     return torch.frombuffer(view, dtype=_torch_dtype(dtype)).view(-1, columns)
@@ -252,12 +259,12 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def can_decode_without_torch(dtype: str) -> bool:
-    """Return whether :func:`decode_numbers` needs no torch."""
+    """Return whether :func:`decode_numbers` can decode *dtype* without torch."""
     return dtype in STRUCT_CODES or dtype in dtypes.NON_NUMERIC_DTYPES or dtype == "bfloat16"
 
 
 def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
-    """Decode dense elements to numbers, or to bytes if *dtype* has no numeric values."""
+    """Decode contiguous elements to numbers, or to bytes if *dtype* has no numeric values."""
     struct_code = "B" if dtype in dtypes.NON_NUMERIC_DTYPES else STRUCT_CODES.get(dtype)
     count = len(data) // dtypes.get_itemsize(dtype)
     if struct_code:
@@ -277,5 +284,5 @@ def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
 
 
 def format_number(value: Number) -> str:
-    """Format a number for summaries."""
+    """Format the value of an element for display in a summary."""
     return f"{value:.5g}" if isinstance(value, (float, complex)) else str(value)

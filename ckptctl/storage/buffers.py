@@ -1,4 +1,4 @@
-"""Reusable buffers of one thread."""
+"""Buffers that one thread allocates once and reuses for all tiles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14
-"""Cached views per thread."""
+"""Maximum number of memory views that a thread caches."""
 TILE_BUFFER = "tile"
-"""Name of the buffer for the bytes of a tile, or of one step of a tile with several steps."""
+"""Name of the buffer that contains the bytes of a tile, or of its current step."""
 STAGING_BUFFER = "staging"
 CAST_BUFFER = "cast"
 RunViews = tuple[int, list[memoryview]]
-"""A number of bytes, and at most IOV_MAX buffer views that hold them."""
+"""Total number of bytes, and at most ``IOV_MAX`` views of the buffer ranges for these bytes."""
 
 
 class TileBuffers:
-    """Named buffers that grow to the largest size requested.
+    """Named buffers, each of which grows to the largest size requested so far.
 
     Attributes:
         step: Bytes of a contiguous range to read at a time, or None for the tile size of the run.
@@ -33,7 +33,7 @@ class TileBuffers:
         self._view_count = 0
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name*, which has at least *nbytes* bytes and is not cleared."""
+        """Return the buffer called *name* with at least *nbytes* bytes of arbitrary content."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
             self._views, self._view_count = {}, 0
@@ -43,7 +43,7 @@ class TileBuffers:
         return buffer
 
     def list_run_views(self, pattern: ScatterPattern, buffer: memoryview) -> list[RunViews]:
-        """Return views of the runs of *pattern* in *buffer*, cached for equal patterns."""
+        """Return views of the runs of *pattern* in *buffer*, which are cached for each pattern."""
         parts = self._views.get(pattern)
         if parts is None:
             if self._view_count + len(pattern.runs) > MAX_VIEWS:
@@ -58,7 +58,7 @@ class TileBuffers:
         return sum(map(len, self._buffers.values()))
 
     def _allocate_pages(self, nbytes: int) -> memoryview:
-        """Allocate page-aligned memory, as required for direct reads."""
+        """Allocate *nbytes* bytes of page-aligned memory, as direct I/O requires."""
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return memoryview(pages)
 

@@ -12,18 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.storage.outcome import NO_OUTCOME, Outcome
 
 MEMORY_STEP_BYTES = 4 << 20
-"""Bytes to write from memory at a time, because every write waits for the GIL."""
+"""Bytes of host memory to write at a time, large because every write waits for the GIL."""
 Piece = tuple[int, int, int]
-"""Offset in the file, number of bytes, and offset in the buffer."""
+"""Byte range to read, as file offset, number of bytes and buffer offset."""
 
 
 class ByteSource(ABC):
     """File opened for reading by one thread.
 
     Attributes:
-        descriptor: Descriptor for ``copy_file_range``, or None.
+        descriptor: File descriptor for ``copy_file_range``, or None if the file has none.
         batches_pieces: Whether reading all pieces of a tile in one call of :meth:`read_pieces` is
-            faster.
+            faster than reading them in separate calls.
     """
 
     descriptor: int | None = None
@@ -31,10 +31,10 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
-        """Fill *views* in order with the bytes from *offset*.
+        """Fill *views* in order with the bytes of the file from *offset*.
 
         Args:
-            offset: First byte.
+            offset: File offset of the first byte.
             views: At most ``IOV_MAX`` writable byte views.
             nbytes: Total length of *views* in bytes.
 
@@ -47,7 +47,8 @@ class ByteSource(ABC):
         """Read *pieces* into *buffer*, which is fastest if they are sorted by offset.
 
         Returns:
-            Out-of-range counts and quantization errors, empty for stored files.
+            Out-of-range counts and quantization errors of computed elements. They are zero for
+            stored files.
         """
         for offset, nbytes, start in pieces:
             self.read_into(offset, [buffer[start : start + nbytes]], nbytes)
@@ -58,7 +59,7 @@ class ByteSource(ABC):
         return nbytes
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
-        """Return a view of bytes that are already in memory, or None.
+        """Return a view of *nbytes* bytes from *offset*, or None if they are not in memory.
 
         The view is valid until the next call.
         """
@@ -75,7 +76,7 @@ class ByteSource(ABC):
         nbytes: int,  # noqa: ARG002
         buffer: memoryview,  # noqa: ARG002
     ) -> memoryview | None:
-        """Read bytes with direct I/O, which fills complete pages of *buffer*.
+        """Read *nbytes* bytes from *offset* with direct I/O, which fills whole pages of *buffer*.
 
         Returns:
             The slice of *buffer* with the bytes from *offset*, at most *nbytes*, or None if direct
@@ -84,17 +85,17 @@ class ByteSource(ABC):
         return None
 
     def limit_read_ahead(self, stop: int) -> None:  # noqa: B027
-        """Announce that the current range ends at byte *stop*, to limit read-ahead."""
+        """Limit read-ahead to the bytes before *stop*, at which the current range ends."""
 
     def close(self) -> None:  # noqa: B027
-        """Close descriptors. The file cannot be read afterwards."""
+        """Close the file descriptors, after which the file cannot be read."""
 
 
 class ByteSink(ABC):
     """File opened for writing by one thread.
 
     Attributes:
-        descriptor: Descriptor for ``copy_file_range``, or None.
+        descriptor: File descriptor for ``copy_file_range``, or None if the file has none.
         checksummed: Whether to compute checksums of the bytes written.
     """
 
@@ -110,15 +111,15 @@ class ByteSink(ABC):
         """
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
-        """Return memory to fill directly instead of calling :meth:`write`, or None."""
+        """Return writable memory for a byte range, or None if :meth:`write` must be called."""
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Close descriptors. The file cannot be written afterwards."""
+        """Close the file descriptors, after which the file cannot be written."""
 
 
 class HostMemory(ByteSource, ByteSink):
-    """Host memory as a readable and writable file."""
+    """File interface that reads and writes a block of host memory."""
 
     checksummed = False
 
@@ -132,11 +133,11 @@ class HostMemory(ByteSource, ByteSink):
             offset += len(view)
 
     def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return :data:`MEMORY_STEP_BYTES`, whatever *nbytes* is, because no buffer is needed."""
+        """Return :data:`MEMORY_STEP_BYTES` for any *nbytes*, because no buffer is needed."""
         return MEMORY_STEP_BYTES
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview:
-        """Return a slice of the memory."""
+        """Return a view of *nbytes* bytes of the memory from *offset*."""
         return self._content[offset : offset + nbytes]
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -148,11 +149,14 @@ class HostMemory(ByteSource, ByteSink):
 
 
 Memory = memoryview | ByteSource | ByteSink
-"""Memory that a plan reads or fills, as host memory or as an object that accesses device memory."""
+"""Memory that a plan reads or fills.
+
+Host memory is a memory view. Device memory is accessed through a source or sink.
+"""
 
 
 def wrap_memory(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
-    """Wrap host memory as :class:`HostMemory`, and keep the objects for device memory."""
+    """Wrap each memory view in :class:`HostMemory`, and return device memory objects unchanged."""
     return {
         name: HostMemory(content) if isinstance(content, memoryview) else content
         for name, content in memory.items()

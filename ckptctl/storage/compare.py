@@ -1,4 +1,4 @@
-"""Comparison of stored tensors: equal bytes, and differences between elements.
+"""Comparison of stored tensors by their bytes and by the values of their elements.
 
 Windows with equal bytes are not converted to numbers. Other windows are converted to float64 with
 torch, which is imported on first use. A bitwise comparison works without torch.
@@ -28,7 +28,7 @@ WINDOW_BYTES = 8 << 20
 WIDE_INTEGERS = frozenset({"int64", "uint64"})
 """Dtypes with values that float64 cannot represent exactly."""
 MAX_INT64_DIFFERENCE = 2.0**62
-"""Limit for differences that are computed exactly in int64."""
+"""Largest difference of 64-bit integers that is computed exactly in int64."""
 
 
 def are_tensors_equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
@@ -44,7 +44,7 @@ def are_tensors_equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
 def have_same_elements(
     files: Readable, first: TensorEntry, second: TensorEntry, *, of_any_size: bool = False
 ) -> bool | None:
-    """Return whether two single-extent tensors are equal, or None if they were not compared.
+    """Return whether two single-extent tensors are equal, or None if they are too large.
 
     Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Different
     recorded checksums prove that the tensors differ. If the checksums are equal or missing, the
@@ -104,7 +104,7 @@ class Errors:
     ] = None
 
     def __add__(self, other: Errors) -> Errors:
-        """Combine the errors of two windows of a tensor."""
+        """Combine the errors of two windows of the same tensor."""
         return Errors(
             self.count + other.count,
             self.differing + other.differing,
@@ -162,7 +162,7 @@ def compare_windows(
 
 
 def _to_index(box: Box, position: int) -> tuple[int, ...]:
-    """Convert a flat *position* in a window to an index of the tensor."""
+    """Convert a flat element *position* in the window *box* to an index into the tensor."""
     index: list[int] = []
     for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
         position, index_in_box = divmod(position, size)
@@ -173,7 +173,7 @@ def _to_index(box: Box, position: int) -> tuple[int, ...]:
 def _compare_bits(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str
 ) -> tuple[Errors, int | None]:
-    """Count elements whose bits differ, and find the position of the first.
+    """Count elements whose bits differ, and find the flat position of the first such element.
 
     If the dtypes differ, all elements differ and the position is None.
     """
@@ -191,9 +191,9 @@ def _compare_bits(
 def _compare_values(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
 ) -> tuple[Errors, int | None]:
-    """Compare elements as numbers, and find the position of the largest difference.
+    """Compare elements as numbers, and find the flat position of the largest difference.
 
-    The errors have no element count and no index yet.
+    The caller adds the element count and the tensor index to the returned errors.
     """
     if "torch" not in sys.modules:
         import_torch()
@@ -239,7 +239,7 @@ def _to_float_tensor(data: bytearray, dtype: str) -> Tensor:
 def _subtract_integers(
     a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor
 ) -> Tensor:
-    """Subtract 64-bit integers exactly if they are close to each other."""
+    """Subtract 64-bit integers, exactly if they differ by less than MAX_INT64_DIFFERENCE."""
     import torch
 
     i, j = (torch.frombuffer(data, dtype=torch.int64)[different] for data in (a, b))

@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KINDS_PACKAGE = "ckptctl.numerics.kinds"
 RECTANGLE_BYTES = 1 << 20
-"""Size of a rectangle to compute at a time, in bytes."""
+"""Maximum size in bytes of a rectangle of elements that is computed at a time."""
 MAX_GAP_BYTES = 16 << 10
-"""Longest gap between two reads of a stored file that is read instead of skipped, in bytes."""
+"""Maximum bytes between two ranges of a stored file that are read in one call."""
 CACHE_BYTES = 8 << 20
 """Size of each thread's cache of small inputs, in bytes."""
 SEEK_BYTES = 64 << 10
-"""Bytes that can be read in the time that a seek takes."""
+"""Number of bytes that take as long to read as a disk seek."""
 MAX_ROWS_BYTES = 8 << 20
-"""Maximum bytes of complete rows to read if only some of their columns are requested."""
+"""Maximum bytes of complete rows to read when only some columns are requested."""
 TRANSPOSE_BYTES = 1 << 20
-"""Bytes of a matrix to read and transpose at a time."""
+"""Number of bytes of a matrix to read and transpose at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ def needs_torch(computed: ComputedTensor) -> bool:
 
 
 def plan_needs_torch(plan: Plan) -> bool:
-    """Return whether *plan* requires torch to compute, cast or transpose elements."""
+    """Return whether executing *plan* requires torch to compute, cast or transpose elements."""
     return needs_arithmetic(plan) or any(map(needs_permutation, plan.transfers))
 
 
 def needs_arithmetic(plan: Plan) -> bool:
-    """Return whether *plan* requires torch to compute or cast elements."""
+    """Return whether executing *plan* requires torch to compute or cast elements."""
     if any(map(needs_torch, plan.computed.values())):
         return True
     return any(transfer.is_cast for transfer in plan.transfers)
@@ -117,7 +117,9 @@ def require_packages_for(plan: Plan, action: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OutputRectangle:
-    """Rectangle of a virtual file to compute (a matrix with the last dimension as columns).
+    """Rectangle of elements to compute of a virtual file.
+
+    The file is treated as a matrix whose columns are the last dimension.
 
     Attributes:
         opened: Open files of this thread.
@@ -137,12 +139,12 @@ class OutputRectangle:
 
     @property
     def arguments(self) -> Any:
-        """Arguments of the computation, of a type that the kind defines."""
+        """Arguments of the computation, whose type depends on the kind of virtual file."""
         return self.computed.arguments
 
     @property
     def elements(self) -> torch.Tensor:
-        """Elements to fill, of shape ``[rows, columns]``."""
+        """Tensor of shape ``[rows, columns]`` that views the elements to fill."""
         return view_elements(self.memory, self.computed.dtype, len(self.columns))
 
     def list_groups(self, size: int) -> range:
@@ -157,7 +159,9 @@ class OutputRectangle:
         )
 
     def get_scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
-        """Return an uninitialized buffer of *count* elements, valid until the next call with *use*.
+        """Return an uninitialized tensor of *count* elements that is reused for the same *use*.
+
+        It is valid until the next call with the same *use*.
 
         Allocating a new buffer for each rectangle would cost more than most of the computation.
         """
@@ -167,7 +171,7 @@ class OutputRectangle:
 
 
 class InputTensor:
-    """Input tensor of a virtual file (a matrix with the last dimension as columns).
+    """Input tensor of a virtual file, read as a matrix whose columns are the last dimension.
 
     Attributes:
         entry: Catalog entry of the tensor.
@@ -187,7 +191,7 @@ class InputTensor:
         return self._opened.open_root(self._root)
 
     def read(self, rows: range, columns: range | None = None) -> torch.Tensor:
-        """Read *columns* of *rows*, or all columns.
+        """Read *columns* of *rows*, or complete rows if *columns* is None.
 
         The result is a view of a reused buffer, valid until the next call.
         """
@@ -261,9 +265,9 @@ class InputTensor:
         )
 
     def read_source_rows(self, rows: range) -> torch.Tensor | None:
-        """Read the stored elements behind computed *rows*, or return None if all are finite.
+        """Read the stored elements that *rows* are computed from, or return None if all are finite.
 
-        Infinite and NaN elements of the result were stored, so they do not count as out of range.
+        Infinities and NaN that the stored elements contain do not count as out of range.
         """
         source_file = self._opened.find_virtual_file(self.entry.extents[0].file)
         return (
@@ -286,7 +290,7 @@ class OpenFiles:
         bytes_read: Bytes read from stored files.
         nesting_depth: Nesting depth of the virtual file being computed (its inputs may be virtual,
             too).
-        gap_buffer: Buffer for the bytes of gaps, which are read but not needed.
+        gap_buffer: Buffer for the bytes between two requested ranges that are read in one call.
     """
 
     def __init__(
@@ -303,7 +307,10 @@ class OpenFiles:
         self.gap_buffer = memoryview(bytearray(MAX_GAP_BYTES))
 
     def open_source(self, files: SourceFiles, name: str) -> ByteSource:
-        """Open *name* as a virtual file or as one of *files*, to be read before the next call."""
+        """Open the virtual file *name*, or the file *name* of *files* if it is not virtual.
+
+        The result is only valid until the next call.
+        """
         return self.find_virtual_file(name) or StoredFile(self, files, name)
 
     def find_virtual_file(self, name: str) -> ComputedFile | None:
@@ -330,7 +337,7 @@ class OpenFiles:
 
     @property
     def buffers(self) -> TileBuffers:
-        """Buffers for the current nesting depth, which inputs at other depths do not overwrite."""
+        """Buffers for the current nesting depth, which virtual inputs do not overwrite."""
         buffers = self._buffers.get(self.nesting_depth)
         if buffers is None:
             buffers = self._buffers[self.nesting_depth] = TileBuffers()
@@ -359,7 +366,7 @@ class StoredFile(ByteSource):
     def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
         """See :meth:`ByteSource.read_pieces`. Pieces with small gaps are read in one call.
 
-        At most twice the bytes of the pieces are read.
+        At most twice as many bytes are read as *pieces* contain.
 
         This is a hot path: there may be thousands of pieces, each taking a few microseconds.
         """
@@ -428,8 +435,8 @@ class ComputedFile(ByteSource):
     def choose_read_size(self, offset: int, nbytes: int) -> int:
         """Return the preferred number of bytes to read at *offset*.
 
-        The range ends at the end of a group of rows, or of a row, if it then has at most 2 *
-        *nbytes* bytes.
+        The range is extended to the end of a group of rows or of one row, unless it would then have
+        more than 2 * *nbytes* bytes.
         """
         for stride in (self._row_bytes * self.kind.rows_per_group, self._row_bytes):
             end = max((offset + nbytes) // stride, offset // stride + 1) * stride
@@ -448,7 +455,7 @@ class ComputedFile(ByteSource):
     def _compute_rectangles(
         self, pieces: Iterable[Piece], buffer: memoryview
     ) -> Iterator[tuple[OutputRectangle, Rounding]]:
-        """Fill *buffer* by rectangles, and yield each rectangle with its rounding error."""
+        """Compute *pieces* into *buffer*, and yield each rectangle with its quantization error."""
         group_bytes = self._row_bytes * self.kind.rows_per_group
         limit = max(RECTANGLE_BYTES // group_bytes, 1) * group_bytes
         limit = limit if limit <= 2 * RECTANGLE_BYTES else RECTANGLE_BYTES
@@ -478,14 +485,14 @@ class ComputedFile(ByteSource):
 
 @dataclass(slots=True)
 class Rectangle:
-    """Same byte range of consecutive rows of a matrix.
+    """Byte range that is read from each of several consecutive rows of a matrix.
 
     Attributes:
-        row: First row.
+        row: Index of the first row.
         rows: Number of rows.
-        start: First byte in each row.
-        nbytes: Bytes of each row.
-        destinations: Start and bytes of the ranges of the buffer to fill.
+        start: Offset of the byte range in each row.
+        nbytes: Size in bytes of the range in each row.
+        destinations: Start and size in bytes of each range of the buffer to fill.
     """
 
     row: int
@@ -495,9 +502,9 @@ class Rectangle:
     destinations: list[tuple[int, int]]
 
     def try_extend(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
-        """Extend the rectangle by rows if they continue it, and return whether they do.
+        """Append rows that continue the rectangle, and return whether they were appended.
 
-        The rectangle may have at most *limit* bytes.
+        Rows are not appended if the rectangle would exceed *limit* bytes.
         """
         if row != self.row + self.rows or start != self.start or nbytes != self.nbytes:
             return False
@@ -538,7 +545,10 @@ def split_rectangles(
 def _split_range(
     offset: int, nbytes: int, width: int, limit: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Split a byte range into ``(row, rows, start in row, bytes per row)``."""
+    """Split a byte range of a matrix with rows of *width* bytes into rectangles.
+
+    Yields ``(first row, number of rows, start in row, bytes per row)``.
+    """
     while nbytes:
         row, start = divmod(offset, width)
         rows, size = min(nbytes, limit) // width, width
@@ -550,7 +560,7 @@ def _split_range(
 
 
 class RootReader:
-    """Reader of files below one root and of virtual files, by name."""
+    """Reader of virtual files and of the stored files below one root directory."""
 
     def __init__(self, opened: OpenFiles, files: SourceFiles) -> None:
         self._opened = opened
@@ -595,9 +605,9 @@ class SharedResults(Generic[T]):
     Each result is computed by one thread, while other threads wait for it.
 
     Args:
-        exceeds_limit: Returns whether the cached results (None while being computed) are too
-            large; the least recently used ones are then evicted. None to keep all results as long
-            as their `SourceFiles` object.
+        exceeds_limit: Returns whether the cached results are too large, in which case the least
+            recently used ones are evicted. A result is None while it is computed. If
+            *exceeds_limit* is None, no result is evicted before its `SourceFiles` object is freed.
     """
 
     def __init__(self, exceeds_limit: Callable[[Sequence[T | None]], bool] | None = None) -> None:

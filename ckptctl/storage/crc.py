@@ -46,7 +46,7 @@ _ONE = 1 << 31
 
 
 def combine_crcs(crc1: int, crc2: int, len2: int) -> int:
-    """Combine the CRC-32 of two adjacent blocks, the second of *len2* bytes."""
+    """Return the CRC-32 of two adjacent blocks, given their CRCs and the size of the second."""
     t0, t1, t2, t3, t4, t5, t6, t7 = _build_tables(len2)
     return (
         t0[crc1 & 15]
@@ -80,7 +80,7 @@ _POWERS = tuple(
 
 @lru_cache(maxsize=4096)
 def _build_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Build tables that map each hex digit of a CRC to its CRC after *nbytes* zero bytes."""
+    """Build one lookup table per hex digit of a CRC, to append *nbytes* zero bytes to the data."""
     operator = _ONE
     for bit, power in enumerate(_POWERS):
         if nbytes >> bit & 1:
@@ -99,7 +99,7 @@ def _build_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def find_digest_algorithm(digest: str) -> str | None:
-    """Return the algorithm of a hex digest, found by its length, or None if *digest* is not one."""
+    """Guess the hash algorithm of a hex digest from its length, or return None if unknown."""
     return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
 
 
@@ -129,7 +129,10 @@ def is_digest_of(digest: str, content: bytes) -> bool:
 def iterate_windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
-    """Read a byte range of a file in windows, each valid until the next is read."""
+    """Yield the bytes of a file range in windows, each of which is valid until the next one.
+
+    *advance* is called with the number of bytes of each window.
+    """
     buffer: memoryview | None = getattr(_local, "buffer", None)
     if buffer is None or len(buffer) != WINDOW_BYTES:
         buffer = _local.buffer = memoryview(bytearray(WINDOW_BYTES))
@@ -144,7 +147,10 @@ def iterate_windows(
 def compute_crc(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> int:
-    """Read a byte range of a file and compute its CRC-32, calling *advance* with the bytes read."""
+    """Compute the CRC-32 of a byte range of a file.
+
+    *advance* is called with the number of bytes read since the last call.
+    """
     crc = 0
     for view in iterate_windows(files, file, offset, nbytes, advance):
         crc = crc32(view, crc)

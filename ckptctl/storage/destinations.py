@@ -1,4 +1,4 @@
-"""Checks of a destination before anything is written there."""
+"""Checks of a destination path before any output is written to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptctl.units import pluralize
 
 STAGING_SUFFIX = ".ckptctl-staging"
 Recognize = Callable[[TreePath], bool]
-"""Returns whether a path may be overwritten; see also :class:`Replaceable`."""
+"""Returns whether a path may be overwritten (see :class:`Replaceable`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ ANYTHING = Replaceable(lambda _: True)
 
 
 def resolve_destination(target: Path) -> Path:
-    """Make *target* absolute and resolve links in its parent, but not *target* itself."""
+    """Return *target* as an absolute path, with symbolic links resolved in its parent only."""
     require_local_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
@@ -62,7 +62,10 @@ def resolve_destination(target: Path) -> Path:
 
 
 def require_local_path(path: str | os.PathLike[str]) -> None:
-    """Raise if *path* is a URL, or was made from one (``Path("s3://a")`` is the path ``s3:/a``)."""
+    """Raise if *path* is a URL, or a path that was constructed from a URL.
+
+    For example, ``Path("s3://a")`` is the path ``s3:/a``.
+    """
     require_local(path, "URLs are not supported here", hint="pass a path")
     for folder in Path(to_local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
@@ -86,7 +89,7 @@ def get_staging_directory(target: Path) -> Path:
 
 
 def parse_staging_name(name: str) -> str:
-    """Return the output's name from the *name* of a staging directory, empty for other names."""
+    """Return the output name for which *name* is a staging directory, or an empty string."""
     return (
         name[1:].removesuffix(STAGING_SUFFIX)
         if name[0] == "." and name.endswith(STAGING_SUFFIX)
@@ -136,7 +139,7 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Return whether *path* is an empty folder and not a link. An output may replace it."""
+    """Return whether *path* is an empty folder, which an output may replace, and not a link."""
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
@@ -160,7 +163,7 @@ def _require_movable(folder: Path) -> None:
 
 
 def require_writable(target: Path) -> None:
-    """Raise if *target* cannot be created, so that this is known before any source is read."""
+    """Raise if *target* cannot be created, before time is spent on reading the source."""
     parent = target.parent
     while not os.path.lexists(parent) and parent != parent.parent:
         parent = parent.parent
@@ -185,7 +188,10 @@ def count_free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int, allocated: int = 0) -> None:
-    """Raise unless *needed* bytes, minus *allocated* bytes of existing files, fit on disk."""
+    """Raise unless the file system of *path* has free space for *needed* bytes of output.
+
+    *allocated* bytes of the output are already on disk, so they need no more space.
+    """
     free = count_free_bytes(path)
     if free < needed - allocated:
         raise RefusedError(
@@ -196,7 +202,10 @@ def require_space(path: Path, needed: int, allocated: int = 0) -> None:
 
 
 def destination_exists_error(target: TreePath, kind: Replaceable = ANYTHING) -> RefusedError:
-    """Build the error for a destination that exists."""
+    """Build the error for an existing destination.
+
+    Its hint mentions ``--overwrite``, which only replaces a destination of the given *kind*.
+    """
     if kind(target):
         hint = (
             f"choose another destination, or pass {format_option('--overwrite')} to replace "

@@ -22,10 +22,10 @@ class ExecutionOptions:
 
     Attributes:
         jobs: Number of threads, or 0 for the default.
-        memory: Total size of the buffers in bytes, without the buffers for arithmetic.
+        memory: Total size of the buffers in bytes, excluding the buffers for arithmetic.
         checksum: Whether to compute checksums of records and verify checksums of sources.
         resume: Whether to resume from the journal of an earlier run.
-        journal_every: Bytes written between entries of the journal.
+        journal_every: Bytes to write between two entries of the journal.
         sync: Whether to sync files and directories at the end.
         shared: Whether other processes write to the same directory, in which case existing files
             there are not removed.
@@ -47,7 +47,7 @@ class ExecutionOptions:
 
     @property
     def threads(self) -> int:
-        """Number of threads, which is *jobs* or as many as the cores and *memory* allow."""
+        """Number of threads, which is *jobs* or, if it is 0, depends on the cores and *memory*."""
         return self.jobs or max(1, min(get_default_thread_count(), self.memory // MIN_THREAD_BYTES))
 
     def compute_tile_limits(self, *, short: bool = False) -> TileLimits:
@@ -67,7 +67,7 @@ class ExecutionOptions:
         )
 
     def count_threads_that_fit(self, limits: TileLimits) -> int:
-        """Return how many threads' buffers fit into memory with the tile sizes *limits*."""
+        """Return how many threads, at most *threads*, fit into memory with tile sizes *limits*."""
         memory_threads = min(
             self.memory // limits.max_tile_bytes,
             ARITHMETIC_BYTES // (2 * limits.permuted_tile_bytes),
@@ -80,7 +80,7 @@ class Execution:
     """Result of executing a plan.
 
     Attributes:
-        crcs: CRC-32 of each record of the plan, all 0 without checksums.
+        crcs: CRC-32 of each record of the plan, or 0 for every record if checksums are disabled.
         bytes_written: Bytes of records and raw copies written by this run.
         resumed_bytes: Bytes written by an earlier run.
         bytes_read: Bytes read from source files, including the inputs of computed tensors.

@@ -74,8 +74,9 @@ def execute_plan(
         progress: Called from this thread only, with the bytes finished since the last call,
             including those of an earlier run.
         journal: Journal file, outside *root*, or None for no journal.
-        memory: Memory of the tensors that the plan reads, which must not change meanwhile, or
-            fills, by :func:`~ckptctl.catalog.build_memory_name`.
+        memory: Memory of the tensors that the plan reads or fills, by the name that
+            :func:`~ckptctl.catalog.build_memory_name` returns. Tensors that the plan reads must not
+            change during the execution.
         uploads: Queue that uploads complete files, or None to keep them below *root*.
         make_buffers: Creates the buffers of a thread; called in that thread.
     """
@@ -93,7 +94,7 @@ def execute_plan(
 
 
 class PlanExecution:
-    """Execution of a plan by one process.
+    """Execution of a plan, or of the share of a plan that one process executes.
 
     The phases are :meth:`prepare_files`, :meth:`fill_files` and :meth:`build_result`.
     """
@@ -135,10 +136,10 @@ class PlanExecution:
         self._workers = []
 
     def prepare_files(self, journal: Path | None) -> None:
-        """Create the output files, or keep the files of an earlier run and load its journal.
+        """Create the output files, or resume the output files and the journal of an earlier run.
 
         Args:
-            journal: Journal file, or None for no journal.
+            journal: Path of the journal, or None if no journal is written.
         """
         if journal is not None:
             header = {
@@ -158,7 +159,7 @@ class PlanExecution:
         self.output.create_files()
 
     def fill_files(self, progress: Advance) -> None:
-        """Execute all units in threads, finish the files, and raise the first error.
+        """Execute all units in threads, finish the output files, and raise the first error, if any.
 
         If the plan is shared, files that other processes also write get no frames (headers and
         trailers) yet, but the data that this process wrote to them is synced.
@@ -199,7 +200,7 @@ class PlanExecution:
 
     @contextmanager
     def _finish_in_background(self, progress: Advance) -> Iterator[None]:
-        """Finish files in background threads, and wait for them at the end of the block."""
+        """Finish output files in background threads until the block ends and the tasks are done."""
         self._finisher = Finisher(
             self._plan,
             self._root,
@@ -220,7 +221,7 @@ class PlanExecution:
             crew.join()
 
     def _iterate_units(self, work_indices: Iterable[int]) -> Iterator[Unit]:
-        """Yield the units that no earlier run has finished, and commit the others as resumed."""
+        """Yield unfinished units, and commit units that an earlier run has finished."""
         for index in work_indices:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
@@ -239,7 +240,8 @@ class PlanExecution:
     def _has_journaled_data(self, unit: Unit, journaled_unit: FinishedUnit) -> bool:
         """Return whether the output files contain the data of a journaled unit.
 
-        Data is compared by CRC-32. Without checksums, only the number of writes and reads is.
+        The CRC-32 of the data is compared with the journal. If checksums are disabled, only the
+        numbers of writes and reads are compared.
         """
         writes = unit.tile.list_writes()
         if (len(writes), len(unit.tile.list_checked_reads())) != (
@@ -287,7 +289,7 @@ class PlanExecution:
                 self._queue_follow_up_work(self._ledger.commit_units(finished))
 
     def _queue_follow_up_work(self, result: CommitResult) -> None:
-        """Queue the files and units of a commit in the finisher."""
+        """Queue complete files, writebacks and journal entries of a commit in the finisher."""
         for path in result.finished_files:
             self._finisher.queue_file(path)
         for path in result.writeback_due:
@@ -309,7 +311,7 @@ class PlanExecution:
         return self._ledger.export_entries()._replace(read=self._count_read_bytes())
 
     def finish_shared_plan(self, other_entries: Sequence[LedgerEntries]) -> None:
-        """Write the remaining frames of a shared plan, and sync the output.
+        """Write the remaining frames (headers and trailers) of a shared plan, and sync the output.
 
         *other_entries* are the ledger entries of the other processes.
         """
@@ -327,7 +329,7 @@ class PlanExecution:
         self.output.sync_directories()
 
     def build_result(self) -> Execution:
-        """Return the result, or raise if a record is incomplete."""
+        """Build the result of the execution, or raise if a record is incomplete."""
         self._require_complete()
         ledger, records = self._ledger, range(len(self._plan.records))
         outcomes = ledger.collect_outcomes()

@@ -22,9 +22,9 @@ from ckptctl.storage.threads import Supervisor, ThreadGroup
 
 FINISHER_THREADS = 3
 MAX_WAITING = 2
-"""Maximum number of complete files that wait or are being uploaded when a new file is started."""
+"""Maximum number of complete files that are not yet uploaded when a new file is started."""
 MAX_KEPT_BYTES = 10_000_000
-"""Largest file that stays on disk after its upload, in bytes."""
+"""Maximum size in bytes of a file that is kept on disk after its upload."""
 
 Upload = Callable[[str, Path], None]
 """Uploads a file, given its name in the output and its local path."""
@@ -32,7 +32,7 @@ Task = Callable[[], None]
 
 
 class Finisher:
-    """Background threads that complete output files.
+    """Background threads that write frames, sync output files and upload them.
 
     Attributes:
         crew: Threads of the finisher.
@@ -65,7 +65,7 @@ class Finisher:
         )
 
     def queue_file(self, path: str) -> None:
-        """Queue a file with complete records, to write its frame, sync it and upload it."""
+        """Queue a file whose records are complete, to write its frame, sync it and upload it."""
         if self._uploads:
             self._uploads.announce_file(path)
         self._tasks.put(lambda: self._finish_file(path))
@@ -81,16 +81,16 @@ class Finisher:
         self._tasks.put(lambda: self._begin_writeback(path))
 
     def queue_sync_and_journal(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
-        """Queue syncing the files at *paths* and then adding *units* to the journal."""
+        """Queue a task that syncs the files at *paths* and then adds *units* to the journal."""
         self._tasks.put(lambda: self._record_units(units, paths))
 
     def close(self) -> None:
-        """End the threads after all queued tasks."""
+        """Finish all queued tasks, and then end the threads."""
         for _ in range(len(self.crew)):
             self._tasks.put(None)
 
     def stop(self) -> None:
-        """End the threads as soon as possible."""
+        """End the threads after their current tasks, and drop the queued tasks."""
         self._stopped = True
         self.close()
 
@@ -123,7 +123,7 @@ class Finisher:
 
 
 class UploadQueue:
-    """Uploader of complete files that limits the number of files that are waiting.
+    """Uploader of complete files that limits how many files wait for their upload.
 
     Args:
         upload: Uploads a file.
@@ -137,19 +137,19 @@ class UploadQueue:
         self._waiting = 0
 
     def wait_for_room(self, is_stopped: Callable[[], bool]) -> None:
-        """Wait until another file may be started, or until *is_stopped* returns True."""
+        """Wait until few enough files wait for their upload, or until *is_stopped* returns True."""
         with self._changed:
             while self._waiting >= MAX_WAITING and not is_stopped():
                 self._changed.wait(0.1)
 
     def announce_file(self, name: str) -> None:
-        """Count a file that is about to be complete."""
+        """Count *name* as waiting for its upload, shortly before the file is complete."""
         if name not in self._last_files:
             with self._changed:
                 self._waiting += 1
 
     def upload_file(self, name: str, path: Path) -> None:
-        """Upload a complete file and free its disk space, unless it is one of the last files."""
+        """Upload a complete file and free its disk space, unless it is one of *last_files*."""
         if name in self._last_files:
             return
         try:
@@ -162,7 +162,7 @@ class UploadQueue:
                 self._changed.notify_all()
 
     def upload_last_files(self, root: Path, before_last: Callable[[], None]) -> None:
-        """Upload the last files in order, calling *before_last* before the very last one."""
+        """Upload *last_files* in order, and call *before_last* before the final upload."""
         for number, name in enumerate(self._last_files, 1):
             if number == len(self._last_files):
                 before_last()

@@ -39,27 +39,29 @@ JOURNAL_VERSION = 5
 OTHER_RUN_MESSAGE = "the interrupted run had other options, or the source has changed since"
 OTHER_VERSION_MESSAGE = "another version of ckptctl began the interrupted run"
 MIN_LIMITS = (MIN_THREAD_BYTES, MIN_THREAD_BYTES, MIN_THREAD_BYTES, 1 << 12)
-"""Minimum tile sizes of a valid journal in bytes, as for the largest number of threads."""
+"""Smallest tile sizes in bytes that a valid journal may contain."""
 LOST_FIELD_COUNTS = (0, len(fields(OutOfRange)))
 ROUNDING_FIELD_COUNTS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 CrcParts = list[tuple[int, int, int]]
-"""``(position, size, CRC-32)`` of parts of a record, or of a source range with a known checksum."""
+"""``(offset, size, CRC-32)`` of byte ranges of a record, or of a source range with a checksum."""
 SourceRange = tuple[TreePath, RecordedRange]
-"""Source directory, and range of a file in it with a recorded checksum."""
+"""Source directory, and byte range with a recorded checksum of a file in this directory."""
 
 
 class FinishedUnit(NamedTuple):
-    """A finished unit.
+    """Checksums and statistics of a unit that a thread has finished.
 
     Attributes:
         transfer: Index of the transfer.
         number: Index of the tile in the transfer.
         written: CRC-32 of each write of the tile.
         read: CRC-32 of each checked read of the tile.
-        lost: Fields of an :class:`~ckptctl.storage.outcome.OutOfRange`, or empty.
-        rounding: Fields of a :class:`~ckptctl.storage.outcome.Rounding`, or empty.
+        lost: Fields of an :class:`~ckptctl.storage.outcome.OutOfRange`, or empty if no element is
+            out of range.
+        rounding: Fields of a :class:`~ckptctl.storage.outcome.Rounding`, or empty if no element
+            was quantized.
     """
 
     transfer: int
@@ -71,14 +73,14 @@ class FinishedUnit(NamedTuple):
 
 
 class CommitResult(NamedTuple):
-    """Follow-up work of a commit.
+    """Follow-up work after units have been committed to the ledger.
 
     Attributes:
-        finished_files: Output files, except those in memory, whose contents are complete and that
-            only miss their frames (headers and trailers).
+        finished_files: Output files, except those in memory, whose records are complete and whose
+            frames (headers and trailers) have not been written.
         writeback_due: Output files with many bytes written since the last writeback.
         journal_due: Units to add to the journal, and the files that they wrote. Both are empty
-            until enough bytes were written.
+            until *journal_every* bytes have been written since the last entry.
     """
 
     finished_files: list[str]
@@ -90,12 +92,12 @@ class LedgerEntries(NamedTuple):
     """Ledger entries of one process, for the process that finishes a shared plan.
 
     Attributes:
-        record_crcs: CRC-32 of records written by one unit, by index.
-        parts: Parts of records written by several units, by index.
-        sources: Parts of source ranges with recorded checksums that are not completely read.
+        record_crcs: CRC-32 of each record that one unit has written, by record index.
+        parts: Byte ranges of records that several units write, by record index.
+        sources: Byte ranges read so far of incompletely read source ranges with checksums.
         written: Bytes written to each output file.
         finished: Output files that this process has written completely.
-        outcomes: Out-of-range counts and quantization errors, by transfer.
+        outcomes: Out-of-range counts and quantization errors, by transfer index.
         read: Bytes read from source files.
     """
 
@@ -109,7 +111,7 @@ class LedgerEntries(NamedTuple):
 
 
 class Ledger:
-    """Thread-safe record of the progress of a run."""
+    """Thread-safe record of the bytes, checksums and statistics of finished units."""
 
     def __init__(self, plan: Plan, journal_every: int, sync_every: int) -> None:
         self._plan = plan
@@ -140,12 +142,12 @@ class Ledger:
         return [file.path for file in self._plan.files if not self._total_bytes[file.path]]
 
     def list_incomplete_files(self) -> list[str]:
-        """List the output files with missing bytes."""
+        """List the output files whose records have not been written completely."""
         with self._lock:
             return [path for path, remaining in self._remaining_bytes.items() if remaining]
 
     def list_partial_files(self) -> list[str]:
-        """List the output files that this process has written in part."""
+        """List the output files of which this process has written some but not all bytes."""
         with self._lock:
             return [
                 path
@@ -154,7 +156,7 @@ class Ledger:
             ]
 
     def export_entries(self) -> LedgerEntries:
-        """Return all entries of this process."""
+        """Return the ledger entries of this process, to send them to another process."""
         with self._lock:
             written = {
                 p: n - self._remaining_bytes[p]
@@ -173,7 +175,7 @@ class Ledger:
             )
 
     def add_entries(self, entries: LedgerEntries) -> None:
-        """Add the entries of another process."""
+        """Add the ledger entries of another process that executes the same plan."""
         with self._lock:
             self._record_crcs |= entries.record_crcs
             for record, parts in entries.parts.items():
@@ -197,8 +199,8 @@ class Ledger:
         """Record finished units, and verify the source ranges that are now completely read.
 
         Args:
-            units: Units and their checksums.
-            resumed: Whether an earlier run finished them.
+            units: Finished units, each with its checksums and statistics.
+            resumed: Whether an earlier run finished the units.
 
         Returns:
             The follow-up work, such as files to finish.
@@ -221,7 +223,7 @@ class Ledger:
         return result
 
     def collect_outcomes(self) -> dict[str, Outcome]:
-        """Sum out-of-range counts and quantization errors, by tensor name."""
+        """Sum out-of-range counts and quantization errors of each output tensor, by tensor name."""
         outcomes_by_name: dict[str, Outcome] = {}
         with self._lock:
             for transfer, outcome in sorted(self._outcomes.items()):
@@ -236,7 +238,7 @@ class Ledger:
         """Return the CRC-32 of a finished record, or 0 if it is empty or in memory.
 
         Raises:
-            CkptError: Parts of the record are missing.
+            CkptError: Some bytes of the record have not been written.
         """
         if self._plan.records[record].file not in self._files:
             return 0
@@ -284,7 +286,7 @@ class Ledger:
             self._pending_bytes += written_bytes
 
     def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, CrcParts]]:
-        """Add the checked reads, and return the source ranges that are now completely read."""
+        """Add the checksums of the reads of a unit, and return the ranges that it completes."""
         complete_ranges: list[tuple[SourceRange, CrcParts]] = []
         root = self._plan.get_root(unit.transfer)
         for read, crc in zip(unit.tile.list_checked_reads(), finished.read, strict=True):
@@ -297,7 +299,7 @@ class Ledger:
     def _add_range_parts(
         self, source_range: SourceRange, new_parts: CrcParts
     ) -> tuple[SourceRange, CrcParts] | None:
-        """Add parts of a source range, and return all of its parts once it is complete."""
+        """Add parts of a source range, and return all parts, or None while some are missing."""
         parts = self._source_parts.setdefault(source_range, [])
         parts += new_parts
         self._covered_bytes[source_range] += sum(nbytes for _, nbytes, _ in new_parts)
@@ -348,7 +350,7 @@ def checksum_error(
 
 
 def _combine_parts(parts: CrcParts, nbytes: int) -> int | None:
-    """Combine the CRC-32 of *parts*, or return None unless they cover *nbytes* without gaps."""
+    """Combine the checksums of *parts*, or return None if they do not cover *nbytes* bytes."""
     end, value = 0, 0
     for position, size, crc in sorted(parts):
         if position != end:
@@ -359,16 +361,16 @@ def _combine_parts(parts: CrcParts, nbytes: int) -> int | None:
 
 
 class Journal:
-    """Journal on disk, opened for appending.
+    """Journal file of a run, opened for appending.
 
     Attributes:
         done_units: Units whose data is on disk, by transfer and tile index.
         limits: Tile sizes of the run that started the journal.
 
     Args:
-        path: Journal file.
-        header: Identity of the plan and its sources, which must match to resume.
-        limits: Tile sizes of this run, for a new journal.
+        path: Path of the journal.
+        header: Identity of the plan and its source files. A run can only be resumed if it is equal.
+        limits: Tile sizes of this run, which are written to a new journal.
         resume: Whether to load the journal of an earlier run.
 
     Raises:
@@ -404,15 +406,16 @@ class Journal:
                 os.close(self._descriptor)
 
     def restart(self) -> None:
-        """Discard all entries. Called if the output files are missing or incomplete."""
+        """Discard all entries, because the output files of the earlier run are incomplete."""
         self._pending = self._header_line
         self._truncate_file(0)
         self.done_units = {}
         self.limits = self._current_limits
 
     def append_units(self, units: Sequence[FinishedUnit]) -> None:
-        """Append *units*, whose data is on disk, and sync, or do nothing if the journal is closed.
+        """Append *units*, whose data is on disk, and sync the journal.
 
+        Nothing is appended if the journal is closed.
         Only one thread may call this at a time.
         """
         with self._lock:
@@ -438,7 +441,11 @@ class Journal:
             os.lseek(self._descriptor, size, os.SEEK_SET)
 
     def _load_entries(self) -> int:
-        """Load ``done`` and ``limits`` of an earlier run, and return the number of valid bytes."""
+        """Load the finished units and the tile sizes of an earlier run.
+
+        Returns:
+            Size of the valid lines in bytes, or 0 if no earlier run can be resumed.
+        """
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
             first = next(lines, b"")
             header = _parse_line(first)
@@ -476,7 +483,7 @@ def _encode_line(value: Mapping[str, object]) -> bytes:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None if it is damaged."""
+    """Parse a line of the journal, or return None if it is truncated or damaged."""
     check, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
@@ -487,7 +494,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse_limits(value: Any, check: bool) -> TileLimits | None:
-    """Parse the tile sizes in a header, or return None if they are invalid or *check* differs."""
+    """Parse the tile sizes of a journal, or return None if they are invalid.
+
+    They are also invalid if only one of the journal and this run computes checksums (*check*).
+    """
     match value:
         case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
             within = len(sizes) == len(MIN_LIMITS) and all(map(le, MIN_LIMITS, sizes))

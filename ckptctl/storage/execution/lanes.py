@@ -1,9 +1,9 @@
 """Units of work of a plan, and their assignment to threads.
 
 Threads that write the same file wait for each other in the kernel, so every output file gets its
-own lane. A thread stays in its lane as long as there are lanes that have not been started. After
-that, it takes batches from the lane with the most remaining bytes per thread, up to the number of
-threads that a lane benefits from, so that all lanes finish at about the same time.
+own lane. A thread stays in its lane while some lanes have not been started. Afterwards, it takes
+batches from the lane with the most remaining bytes per thread, up to the number of threads that a
+lane benefits from, so that all lanes finish at about the same time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptctl.storage.sources import Sources
 
 BATCH_BYTES = 1 << 18
 BATCH_UNITS = 64
-"""Maximum units per batch. Batching small units reduces lock contention."""
+"""Maximum number of units per batch. Batches of small units reduce lock contention."""
 THREADS_PER_FILE = 4
-"""Number of threads beyond which writing one file gets no faster."""
+"""Maximum number of threads that write one file, because more threads are not faster."""
 
 
 class Unit(NamedTuple):
-    """Tile of a transfer, raw copy or check, with its identity in the journal.
+    """Tile of a transfer, raw copy or check, with the indices that identify it in the journal.
 
     Attributes:
         transfer: Index of the transfer; raw copies and then checks are numbered after transfers.
@@ -61,7 +61,7 @@ class Lane:
         self.exhausted = False
 
     def take_batch(self) -> list[Unit]:
-        """Take the next batch of units, which is empty if the lane is exhausted."""
+        """Remove and return the next batch of units, which is empty if the lane is exhausted."""
         batch: list[Unit] = []
         total = 0
         with self._lock:
@@ -81,11 +81,11 @@ class LaneScheduler:
 
     Args:
         lanes: Lanes in the order in which they are started.
-        threads: Number of threads. While at least as many lanes are not started, each thread
-            finishes its lane before it starts another.
+        threads: Number of threads. While at least as many lanes have not been started, each thread
+            finishes its lane before it starts another one.
         wait_for_room: Waits until another lane may be started, for example until earlier files are
-            uploaded; threads then work on the started lanes before a new one. None to start new
-            lanes at once.
+            uploaded. Threads then finish the started lanes before they start a new one. If
+            *wait_for_room* is None, new lanes are started without waiting.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LaneScheduler:
         self._lock = threading.Lock()
 
     def iterate_batches(self) -> Iterator[tuple[list[Unit], bool]]:
-        """Yield batches for one thread, each with whether it is the only thread in the lane."""
+        """Yield batches for the calling thread, and whether it is the only thread in the lane."""
         while lane := self._claim_lane():
             while batch := lane.take_batch():
                 yield batch, lane.workers == 1
@@ -128,10 +128,10 @@ class LaneScheduler:
             return lane
 
     def _join_longest_lane(self, lanes: list[Lane]) -> Lane | None:
-        """Join the lane with the most remaining bytes per thread, or return None.
+        """Return the lane with the most remaining bytes per thread, or None if no lane is suitable.
 
-        Only lanes that one more thread speeds up are considered. The calling thread is counted as
-        a worker of the lane.
+        Only lanes that one more thread speeds up are suitable. The calling thread is counted as a
+        worker of the returned lane.
         """
         eligible_lanes = [
             lane for lane in lanes if not lane.exhausted and lane.workers < lane.max_workers
@@ -171,9 +171,10 @@ def count_useful_threads(
 def plan_units(
     plan: Plan, number: int, sources: Sources, limits: TileLimits, share: WorkShare | None
 ) -> Iterator[Unit]:
-    """Yield the units of the transfer, raw copy or check *number*, or only those in *share*.
+    """Yield the units of the transfer, raw copy or check with the index *number*.
 
-    Their order depends only on the arguments.
+    If *share* is not None, only the units in this share are yielded. The order of the units depends
+    only on the arguments.
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):

@@ -27,9 +27,9 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 MAX_OPEN_FILES = 64
-"""Maximum number of open files. A file has one descriptor, or two if read with direct I/O."""
+"""Maximum number of open files, each of which has one or, with direct I/O, two descriptors."""
 MAX_ITEM_BYTES = 16
-"""Largest element size. Direct reads return a multiple of it."""
+"""Largest element size in bytes. The size of a direct read is a multiple of it."""
 LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
 
 
@@ -86,10 +86,10 @@ class RunFiles(OpenFiles):
         return file
 
     def close(self) -> None:
-        """Close all files, and release memory.
+        """Close all files, and drop the references to virtual files.
 
-        Virtual files and this object refer to each other. Without this, their tensors would be
-        freed only by the garbage collector.
+        Virtual files and this object refer to each other. Otherwise, only the garbage collector
+        would free their tensors.
         """
         self._memory = {}
         self._virtual.clear()
@@ -99,7 +99,10 @@ class RunFiles(OpenFiles):
             self._open.clear()
 
     def _find_open(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
-        """Return an open file and mark it as most recently used, or return None."""
+        """Return the open file *name* and mark it as most recently used, or None if it is not open.
+
+        *files* contains a source file, and is None for an output file.
+        """
         key = files, name
         file = self._open.get(key)
         if file is not None:
@@ -169,7 +172,7 @@ class LocalSource(StoredFile):
         return None
 
     def close(self) -> None:
-        """Close the descriptors of the file."""
+        """Close the descriptors that this thread opened for the file."""
         with wrap_os_errors("close", self._files.root / self.name):
             if self._direct_descriptor is not None:
                 os.close(self._direct_descriptor)
@@ -202,7 +205,7 @@ class LocalSink(ByteSink):
             raise _write_error(error, self._path) from error
 
     def sync(self) -> None:
-        """Sync the file."""
+        """Sync the data of the file to disk."""
         with wrap_os_errors("sync", self._path):
             os.fsync(self.descriptor)
 
@@ -224,7 +227,7 @@ def _write_error(error: OSError, path: Path) -> StorageError:
 
 
 class OutputFiles:
-    """Output files of a plan."""
+    """Creation and checks of the output files of a plan on disk."""
 
     def __init__(
         self, files: Sequence[OutputFile], root: Path, *, shared: bool, sync: bool
@@ -263,7 +266,7 @@ class OutputFiles:
                 raise _write_error(error, path) from error
 
     def sync_directories(self) -> None:
-        """Sync every directory that holds an output file."""
+        """Sync every directory that contains an output file."""
         if not self._files or not self._sync:
             return
         directories = {self._root}
@@ -273,7 +276,7 @@ class OutputFiles:
             sync_directory(directory)
 
     def compute_crc(self, write: Write) -> int:
-        """Read back the bytes that *write* wrote and compute their CRC-32."""
+        """Read back the byte range of *write* from its output file and compute its CRC-32."""
         crc = 0
         with (self._root / write.file).open("rb") as file:
             for position in range(0, write.nbytes, MIB):

@@ -23,7 +23,7 @@ from ckptctl.storage.sources import Sources
 from ckptctl.storage.threads import create_thread_pool
 
 CreateFile = Callable[[str], AbstractContextManager[IO[bytes]]]
-"""Opens a new output file by its name in the plan."""
+"""Opens a new output file for writing, given its name in the plan."""
 
 
 def stream_plan(
@@ -34,7 +34,7 @@ def stream_plan(
 ) -> None:
     """Write the output files of *plan* sequentially, with one thread.
 
-    A header that contains checksums is written before its records, so these are read twice.
+    A header that contains checksums is written before its records, so the records are read twice.
     Recorded checksums of sources are always verified.
 
     Args:
@@ -71,7 +71,7 @@ def _stream_files(
 
 
 class _StreamingRun:
-    """Execution of a plan into sequential streams, by one thread."""
+    """Execution of a plan by one thread that writes one output stream after the other."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _StreamingRun:
         self._transfers = {record: number for number, record in enumerate(target_records)}
 
     def write_file(self, file: OutputFile, target: IO[bytes]) -> None:
-        """Write the frame and the records of *file* to *target* in order."""
+        """Write headers, records and trailers of *file* to *target* in file order."""
         records = self._plan.records
         record_numbers = (n for n, record in enumerate(records) if record.file == file.path)
         pending = iter(sorted(record_numbers, key=lambda number: records[number].offset))

@@ -31,11 +31,11 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.outcome import NO_OUTCOME, Outcome
 
 MIN_DIRECT_BYTES = 256 << 10
-"""Smallest range that is read with direct I/O, in bytes."""
+"""Minimum size in bytes of a contiguous range that is read with direct I/O."""
 Dtypes = tuple[str, str]
-"""Torch dtypes of the source and the output."""
+"""Dtypes of the source and the output, by their torch names."""
 ListViews = Callable[[ScatterPattern, memoryview], Iterable[RunViews]]
-"""Returns the views of a buffer for a pattern."""
+"""Returns views of the runs of a pattern in a buffer."""
 
 
 class Worker:
@@ -123,7 +123,7 @@ class Worker:
         return tensor.stored_dtype, tensor.dtype
 
     def _find_target_view(self, unit: Unit, sink: ByteSink) -> memoryview | None:
-        """Return memory of *sink* to read the tile into directly, or None if a buffer is needed."""
+        """Return memory of *sink* into which the tile is read, or None if a buffer is needed."""
         tile = unit.tile
         (write,) = tile.writes
         target_view = sink.view_memory(write.offset, write.nbytes * tile.steps)
@@ -133,7 +133,7 @@ class Worker:
         return target_view if dtype_pair is not None and dtype_pair[0] == dtype_pair[1] else None
 
     def _copy_range(self, unit: Unit) -> FinishedUnit:
-        """Copy a contiguous range in chunks that fit into the CPU cache."""
+        """Copy the contiguous range of *unit* in chunks that fit into the CPU cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         source, sink = self._files.open_source(unit.files, read.file), self._open_sink(write.file)
         if (
@@ -178,7 +178,7 @@ class Worker:
         return FinishedUnit(unit.transfer, unit.number, [crc], [crc] if verifies_source else [])
 
     def _copy_in_kernel(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
-        """Copy a range with ``copy_file_range``, and return whether all of it was copied."""
+        """Copy a range with ``copy_file_range``, and return whether every byte was copied."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         if source.descriptor is None or sink.descriptor is None:
             return False
@@ -206,8 +206,8 @@ class TileEngine:
     """Executor of tiles, one at a time, in the buffers of one thread.
 
     Args:
-        opened: Opens source files.
-        open_sink: Opens output files.
+        opened: Open source files and virtual files of this thread.
+        open_sink: Opens an output file by its name.
         buffers: Buffers of this thread.
         checksum: Whether to compute checksums of written bytes.
     """
@@ -235,7 +235,7 @@ class TileEngine:
         read_crcs: list[int],
         written_crcs: list[int],
     ) -> Outcome:
-        """Execute a step of a tile, and return out-of-range counts and quantization errors.
+        """Read, convert and write one step of a tile, and return the statistics of its elements.
 
         Args:
             files: Source files.
@@ -313,7 +313,7 @@ class TileEngine:
     def _permute_elements(
         self, files: SourceFiles, tile: Tile, buffer: memoryview, itemsize: int
     ) -> Outcome:
-        """Read elements to permute into a staging buffer, and permute them into *buffer*."""
+        """Read the elements of *tile* into a staging buffer, and permute them into *buffer*."""
         outcome = NO_OUTCOME
         for move in tile.moves:
             staged = self._buffers.get_buffer(STAGING_BUFFER, move.staging_nbytes)[
@@ -328,10 +328,10 @@ class TileEngine:
 
 
 def _list_single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
-    """Return the pieces to read if all reads are of one file and fill one run of the buffer each.
+    """Return the byte ranges of *reads* if they can be read in one call, or an empty list.
 
-    The list is empty if a read has several runs, needs a checksum, or is of another file. This is
-    a hot path: a tile may have thousands of reads, each taking a few microseconds.
+    All reads must be of the same file, fill one run of the buffer each, and need no checksum. This
+    is a hot path: a tile may have thousands of reads, each taking a few microseconds.
     """
     if len(reads) < 2:
         return []
