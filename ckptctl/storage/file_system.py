@@ -20,7 +20,7 @@ EXCHANGE = 2
 _AT_FDCWD = -100
 _UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _SYNC_FILE_RANGE_WRITE = 2
-"""``SYNC_FILE_RANGE_WRITE`` (man 2 sync_file_range)."""
+"""Value of ``SYNC_FILE_RANGE_WRITE``, which Python does not define (man 2 sync_file_range)."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
@@ -76,7 +76,10 @@ def rename_without_replacing(path: Path, target: Path) -> None:
 
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
-    """Write *parts* to a new file and sync it, or raise if the file exists."""
+    """Write the concatenated *parts* to a new file, or raise if the file exists.
+
+    The file is synced unless *sync* is False.
+    """
     with wrap_os_errors("write", path), path.open("xb") as file:
         file.writelines(parts)
         file.flush()
@@ -85,14 +88,14 @@ def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
-    """Write a new file, and sync the file and its directory if *sync* is set."""
+    """Write *content* to a new file, and sync the file and its directory if *sync* is set."""
     write_file(path, *content, sync=sync)
     if sync:
         sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory."""
+    """Sync the directory at *path*, so that created and renamed entries are durable."""
     with wrap_os_errors("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Read access to the files of a checkpoint by position.
+"""Readers of byte ranges of the files of a checkpoint.
 
 Local files are opened ``O_RDONLY`` and read with ``preadv``. They are never memory-mapped, because
 truncating a mapped file kills the process. File names read from a checkpoint cannot refer to files
@@ -29,29 +29,29 @@ from ckptctl.storage.paths import OutsideError, leads_outside, require_relative,
 from ckptctl.tree import TreePath, UrlPath
 
 SMALL_READ_BYTES = 1 << 16
-"""Maximum bytes to request without checking the size of the file first."""
+"""Maximum number of bytes to request before the file size has been checked."""
 MAX_OFFSET = (1 << 63) - 1 - SMALL_READ_BYTES
-"""Largest offset of a request without a check of the file size, because ``off_t`` is signed."""
+"""Largest file offset to request before the file size has been checked (``off_t`` is signed)."""
 MAX_OPEN_FILES = 256
 MAX_REQUEST_BYTES = 4 << 20
-"""Maximum bytes to request from a remote tree at a time."""
+"""Maximum number of bytes per request to a remote store."""
 IOV_MAX = 1024
 
 
 class Readable(Protocol):
-    """Object that can read files by position."""
+    """Object that can read byte ranges of files by name."""
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views* in order with the bytes of the file *name* from *offset*."""
 
 
 def source_files(root: TreePath) -> SourceFiles:
-    """Open the files below a local or remote directory."""
+    """Create a reader of the files below *root*, a local or remote directory."""
     return UrlFiles(root) if isinstance(root, UrlPath) else LocalFiles(Path(root))
 
 
 class SourceFiles(ABC):
-    """Files below one root, local or remote, shared by threads.
+    """Reader of the files below one local or remote directory, which threads share.
 
     Attributes:
         root: Root directory.
@@ -59,7 +59,7 @@ class SourceFiles(ABC):
 
     Raises:
         OutsideError: A name refers to a file outside of the root.
-        SourceNotFoundError: There is no file of that name.
+        SourceNotFoundError: The file does not exist.
         UnsupportedError: A name does not refer to a regular file.
         StorageError: A read failed.
     """
@@ -74,7 +74,7 @@ class SourceFiles(ABC):
         self.close()
 
     def close(self) -> None:  # noqa: B027
-        """Close descriptors and drop cached data of remote files."""
+        """Close the file descriptors, or drop the cached data of remote files."""
 
     def drop_metadata(self) -> None:  # noqa: B027
         """Drop cached metadata of remote files, which may have changed."""
@@ -85,31 +85,30 @@ class SourceFiles(ABC):
 
     @abstractmethod
     def read_identity(self, name: str) -> FileIdentity:
-        """Return the identity (size, times, inode) of *name*, to detect that the file changed."""
+        """Return the size, times and inode of *name*, to detect later changes of the file."""
 
     @abstractmethod
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Read up to *nbytes* bytes from *offset*, fewer only at the end of the file."""
+        """Read *nbytes* bytes of *name* from *offset*, or fewer at the end of the file."""
 
     @abstractmethod
     def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """Fill *views* with the bytes from *offset* and return the number of bytes read."""
+        """Fill *views* with bytes of *name* from *offset*, and return the number of bytes read."""
 
     def size(self, name: str) -> int:
         """Return the size of *name* in bytes."""
         return self.read_identity(name).size
 
     def find_digest(self, name: str) -> str | None:  # noqa: ARG002
-        """Return the digest of *name* if the remote store provides one, as the Hub does.
+        """Return the digest of *name* if the remote store records one, as the Hub does.
 
         Returns:
-            SHA-256 or git's blob SHA-1 in hexadecimal, or None if it has to be computed from the
-            content.
+            SHA-256 or git blob SHA-1 in hexadecimal, or None if the store does not record one.
         """
         return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Read exactly *nbytes* bytes from *offset*.
+        """Read exactly *nbytes* bytes of *name* from *offset*.
 
         Raises:
             DamagedError: The file ends before the last byte.
@@ -153,15 +152,15 @@ class SourceFiles(ABC):
         """
 
     def limit_read_ahead(self, name: str, stop: int) -> None:  # noqa: B027
-        """Announce that the current range ends at byte *stop*, to limit read-ahead.
+        """Limit read-ahead of *name* to the bytes before *stop*.
 
         Args:
             name: File name relative to the root.
-            stop: First byte after the range.
+            stop: Offset of the first byte after the range that is being read.
         """
 
     def open_descriptor(self, name: str) -> int:
-        """Open a new descriptor of *name*. The caller must close it.
+        """Open a new file descriptor of *name*, which the caller must close.
 
         Raises:
             StorageError: The file cannot be opened, or is remote (see :attr:`local`).
@@ -180,7 +179,7 @@ class SourceFiles(ABC):
 
 
 class LocalFiles(SourceFiles):
-    """Files below a local directory, opened on demand and kept open."""
+    """Files below a local directory, which are opened on first use and stay open."""
 
     local = True
 
@@ -191,13 +190,13 @@ class LocalFiles(SourceFiles):
         self._users: dict[int, int] = {}
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Close the descriptors of all open files."""
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
     def path(self, name: str) -> Path:
-        """Return the path of *name* after checking that it stays inside the root."""
+        """Return the path of *name* after checking that it exists inside the root."""
         path = self.root / require_relative(name, str(self.root))
         if leads_outside(path, self.root):
             why = f"it resolves to {resolve_links(path)}"
@@ -270,7 +269,7 @@ class LocalFiles(SourceFiles):
             self._release_descriptor(descriptor)
 
     def _acquire_descriptor(self, name: str) -> int:
-        """Return the shared descriptor of *name*, which stays open until it is released."""
+        """Return the shared descriptor of *name*, which stays open until the caller releases it."""
         with self._lock:
             descriptor = self._descriptors.get(name)
             if descriptor is None:
@@ -287,7 +286,7 @@ class LocalFiles(SourceFiles):
             self._users[descriptor] -= 1
 
     def _close_idle(self) -> None:
-        """Close the least recently used idle descriptors, until ``MAX_OPEN_FILES`` are open."""
+        """Close unused descriptors, least recently used first, while too many files are open."""
         for name, descriptor in list(self._descriptors.items()):
             if len(self._descriptors) <= MAX_OPEN_FILES:
                 return
@@ -298,18 +297,18 @@ class LocalFiles(SourceFiles):
 
 
 class UrlFiles(SourceFiles):
-    """Files below a URL, without descriptors."""
+    """Files below a URL, which have no file descriptors."""
 
     def __init__(self, root: UrlPath) -> None:
         self._tree = root.tree
         self.root: UrlPath = UrlPath(root.tree, root.tree.resolve_url(root.url))
 
     def close(self) -> None:
-        """Drop cached data of the remote tree."""
+        """Drop the cached data of the files below the URL."""
         self._tree.trim_cache()
 
     def drop_metadata(self) -> None:
-        """Drop cached metadata and listings."""
+        """Drop the cached metadata and directory listings below the URL."""
         self._tree.refresh_entries(self.root.url)
 
     def path(self, name: str) -> UrlPath:
@@ -371,14 +370,14 @@ def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class MemoryFiles(SourceFiles):
-    """Single file in memory, used for every name."""
+    """Single file in memory, which is read regardless of the given name."""
 
     def __init__(self, content: bytes, root: TreePath) -> None:
         self.root = root
         self._content = content
 
     def path(self, name: str) -> TreePath:
-        """Return the path to show in messages."""
+        """Return the path that messages show for the file in memory."""
         return self.root / name
 
     def read_identity(self, name: str) -> FileIdentity:  # noqa: ARG002

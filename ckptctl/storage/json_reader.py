@@ -21,7 +21,7 @@ MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
 CHUNK_CHARACTERS = 1 << 20
 MAX_VALUE_CHARACTERS = 100_000_000
-"""Maximum characters of one value in an incrementally read text."""
+"""Maximum number of characters of one value in a text that is read incrementally."""
 _DECODER = json.JSONDecoder()
 _WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -35,12 +35,12 @@ def read_json(
     Args:
         files: Files of the checkpoint.
         name: File to read.
-        max_bytes: Largest accepted file size.
+        max_bytes: Largest accepted file size in bytes.
         allow_nan: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``.
 
     Raises:
         DamagedError: The file is truncated or was replaced by something else.
-        UnsupportedError: The content is not strict JSON, or larger than *max_bytes*.
+        UnsupportedError: The content is not strict JSON, or is larger than *max_bytes*.
         SourceNotFoundError: The file does not exist.
         StorageError: The read failed.
     """
@@ -77,9 +77,9 @@ def parse_json(
 
     Args:
         data: UTF-8 text.
-        where: File name for errors.
-        max_bytes: Largest accepted size.
-        parse_int: Converts the text of an integer; may raise ValueError.
+        where: File name to show in errors.
+        max_bytes: Largest accepted size in bytes.
+        parse_int: Converts the text of an integer, or raises ValueError. None to use ``int``.
         allow_nan: Whether to accept ``NaN``, ``Infinity`` and ``-Infinity``, which :mod:`json`
             writes.
     """
@@ -107,7 +107,7 @@ def parse_json(
 
 
 def _is_truncated(data: bytes, error: Exception) -> bool:
-    """Return whether *error* only means that *data* is truncated."""
+    """Return whether *error* only occurred because *data* is truncated JSON."""
     text = data.rstrip()
     if isinstance(error, UnicodeDecodeError):
         return error.reason == "unexpected end of data"
@@ -159,7 +159,7 @@ def _parse_integer(text: str) -> int:
 
 
 class JsonTextReader:
-    """Incremental reader for JSON texts of any length, as lenient as :mod:`json`.
+    """Incremental reader of JSON texts of any length, which accepts the same syntax as :mod:`json`.
 
     Only one value is in memory at a time. A truncated text can be read up to the truncation.
     Malformed text raises ValueError.
@@ -185,7 +185,7 @@ class JsonTextReader:
             yield self.read_value()
 
     def read_value(self) -> object:
-        """Read the next value."""
+        """Read the next JSON value and return it as a Python object."""
         self.peek_character()
         while True:
             try:
@@ -209,12 +209,15 @@ class JsonTextReader:
                 return ""
 
     def require_end(self) -> None:
-        """Raise unless the text ends here."""
+        """Raise if any text other than white space remains."""
         if self.peek_character():
             raise ValueError("extra data after the JSON text")
 
     def _iterate_separated(self, opening: str, closing: str) -> Iterator[None]:
-        """Yield before each comma-separated item between two brackets, which the caller reads."""
+        """Yield before each comma-separated item between the brackets *opening* and *closing*.
+
+        The caller must read the item before the next iteration.
+        """
         self._expect_character(opening)
         has_more = self.peek_character() != closing
         while has_more:

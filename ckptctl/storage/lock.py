@@ -1,4 +1,4 @@
-"""Lock that is released when its process ends (``flock`` on a file ``lock`` in a folder)."""
+"""Lock of a folder by ``flock``, which the kernel releases when the process ends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 LOCK_FILE = "lock"
 _PROC_LOCKS = Path("/proc/locks")
 _SWEEP_MARK = "sweep"
-"""Word after the PID in the lock file while the lock is held to remove files of a killed run."""
+"""Word that follows the PID in the lock file while a process removes files of a killed run."""
 _SWEEP_SECONDS = 60.0
-"""Seconds that a run waits for a process that removes files, instead of failing."""
+"""Seconds to wait for a process that removes files of a killed run, before an error is raised."""
 _UNNAMED_SECONDS = 1.0
-"""Seconds that a run waits if the lock file does not contain the PID of the holder yet."""
+"""Seconds to wait if the process that holds the lock has not written its PID yet."""
 _RETRY_SECONDS = 0.01
 
 
@@ -28,7 +28,7 @@ def hold_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool = False)
 
     Args:
         folder: Folder of the lock file.
-        target: Path to show in errors.
+        target: Path to show in errors, usually the output.
         doing: Activity to name in errors of other processes, such as "writing to X".
         to_sweep: Whether the lock is only held to remove files of a killed run. Other processes
             wait for such a lock, but raise an error if a run holds the lock.
@@ -46,7 +46,7 @@ def hold_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool = False)
 
 @contextmanager
 def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a lock on an existing folder itself, which needs no disk space.
+    """Hold an exclusive lock on an existing folder itself, which requires no disk space.
 
     Not every file system supports locks on folders. This lock and :func:`hold_lock` on the same
     folder do not exclude each other.
@@ -63,7 +63,8 @@ def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
 def find_holder(folder: Path) -> str | None:
     """Return the PID of the local process that holds the lock of *folder*, or None.
 
-    The lock is not acquired for this, so other processes are not blocked (man 5 proc_locks).
+    The holder is read from ``/proc/locks`` (man 5 proc_locks), so the lock is not acquired and no
+    other process is blocked.
     """
     try:
         return _find_flock_holder((folder / LOCK_FILE).stat())
@@ -72,7 +73,7 @@ def find_holder(folder: Path) -> str | None:
 
 
 def _find_flock_holder(status: os.stat_result) -> str | None:
-    """Return the PID that ``/proc/locks`` lists as holder of a lock on the inode, or None."""
+    """Return the PID that ``/proc/locks`` lists for the inode of *status*, or None."""
     try:
         lines = _PROC_LOCKS.read_text().splitlines()
     except OSError:
@@ -125,7 +126,7 @@ def _acquire_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> 
 def _remove_unused(folder: Path) -> None:
     """Remove *folder* if it only contains a lock file that no process holds.
 
-    A process that has just created this file, but not locked it yet, creates the file again.
+    A process that has just created the lock file, but has not locked it yet, creates it again.
     """
     with suppress(OSError):
         if [item.name for item in folder.iterdir()] == [LOCK_FILE] and find_holder(folder) is None:
@@ -158,14 +159,14 @@ def _acquire_flock(descriptor: int, target: Path, doing: str, *, wait: bool) -> 
 
 
 def _choose_wait_seconds(content: str, holder_pid: str | None) -> float:
-    """Return the seconds to wait for a lock file with *content*, locked by *holder_pid*."""
+    """Return how many seconds to wait for a lock that *holder_pid* holds, given the lock file."""
     if content.endswith(_SWEEP_MARK):
         return _SWEEP_SECONDS
     return 0.0 if content == holder_pid else _UNNAMED_SECONDS
 
 
 def _read_lock_file(descriptor: int) -> str:
-    """Read the content of a lock file, empty for a lock on the folder itself."""
+    """Read the content of a lock file, or return an empty string if *descriptor* is a folder."""
     with suppress(IsADirectoryError):
         return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
     return ""

@@ -41,7 +41,7 @@ class OutOfRange:
 
     @property
     def total(self) -> int:
-        """Total number of elements out of range."""
+        """Total number of elements that are out of range."""
         return self.infinite + self.nan + self.saturated
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ NO_LOSS = OutOfRange()
 
 
 def describe_out_of_range(losses: Mapping[str, OutOfRange]) -> str:
-    """Format the tensors with the most out-of-range elements, and the number of other tensors."""
+    """Format the tensors with the most out-of-range elements and count the remaining tensors."""
     names = sorted(losses, key=lambda name: (-losses[name].total, name))
     hidden_count = len(names) - MAX_SHOWN_TENSORS
     summary = "; ".join(f"`{name}`: {losses[name]}" for name in names[:MAX_SHOWN_TENSORS])
@@ -74,12 +74,12 @@ def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Quantization error, as sums that can be added for several tensors.
+    """Quantization error, stored as sums so that the errors of several tensors can be added.
 
     Attributes:
-        largest: The largest absolute difference.
-        error_squares: The sum of the squares of all differences.
-        reference_squares: The sum of the squares of the unquantized elements.
+        largest: Largest absolute difference between unquantized and dequantized elements.
+        error_squares: Sum of the squares of all differences.
+        reference_squares: Sum of the squares of the unquantized elements.
     """
 
     largest: float = 0.0
@@ -99,12 +99,12 @@ class Rounding:
 
     @property
     def max_abs(self) -> Annotated[float, JsonField()]:
-        """Largest absolute difference."""
+        """Largest absolute difference between unquantized and dequantized elements."""
         return _round_digits(self.largest)
 
     @property
     def relative_rms(self) -> Annotated[float, JsonField()]:
-        """Root mean square of the differences, divided by that of the unquantized elements."""
+        """RMS of the differences, divided by the RMS of the unquantized elements."""
         return (
             _round_digits(math.sqrt(self.error_squares / self.reference_squares))
             if self.reference_squares
@@ -126,7 +126,7 @@ def describe_rounding(roundings: Mapping[str, Rounding]) -> str:
 
 
 def _round_digits(value: float) -> float:
-    """Round *value* to six digits, which do not depend on the order of summation."""
+    """Round *value* to six significant digits, so that the order of summation does not matter."""
     return float(f"{value:.6g}")
 
 
@@ -135,7 +135,7 @@ NO_ROUNDING = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Out-of-range counts and quantization error of some elements."""
+    """Out-of-range counts and quantization error of a set of elements."""
 
     lost: OutOfRange = NO_LOSS
     rounding: Rounding = NO_ROUNDING

@@ -15,7 +15,7 @@ from functools import cache
 
 PAGE_BYTES = mmap.PAGESIZE
 MIN_FILE_BYTES = 16 << 20
-"""Smallest file that is checked, in bytes. Smaller files count as cached."""
+"""Minimum size in bytes of a file that is checked. Smaller files count as cached."""
 SAMPLES = 16
 
 
@@ -56,7 +56,7 @@ def _load_libc() -> ctypes.CDLL:
 
 
 def enable_direct_reads(descriptor: int) -> int | None:
-    """Switch a descriptor to direct reads, or close it and return None if that is unsupported."""
+    """Set ``O_DIRECT`` on a descriptor, or close it and return None if this is not supported."""
     with suppress(OSError):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

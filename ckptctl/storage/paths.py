@@ -27,11 +27,11 @@ P = TypeVar("P", bound=TreePath)
 MAX_LISTED_NAMES = 1000
 MAX_SHOWN_NAMES = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
-"""Hub repository, ``ORG/NAME``."""
+"""Pattern of the name of a Hub repository, ``ORG/NAME``."""
 _FILE_SUFFIXES = frozenset(
     (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip")
 )
-"""Suffixes of files, which names of repositories do not have."""
+"""File name suffixes, which names of Hub repositories do not have."""
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -57,7 +57,7 @@ def resolve_source_path(path: str | os.PathLike[str]) -> TreePath:
 
 
 def expand_home(path: P) -> P:
-    """Expand a leading ``~`` of a path given by the user."""
+    """Expand a leading ``~`` of a path to the home directory."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -69,7 +69,7 @@ def expand_home(path: P) -> P:
 
 
 def redact_path(path: str | os.PathLike[str]) -> str:
-    """Return *path* as given, but mask the secrets of a URL."""
+    """Return *path* as text, with the secrets of a URL masked."""
     return str(parse_path(path)) if is_url(path) else str(path)
 
 
@@ -99,7 +99,7 @@ def require_local(
     hint: str | None = None,
     error: type[CkptError] = UsageError,
 ) -> None:
-    """Raise if *path* is a URL."""
+    """Raise *error* with the given message, reason and hint if *path* is a URL."""
     if is_url(path):
         raise error(message, where=mask_secrets(os.fspath(path)), why=why, hint=hint)
 
@@ -138,21 +138,21 @@ def build_path_hint(path: str | TreePath) -> str:
 
 
 def could_be_repository(path: str | TreePath) -> bool:
-    """Return whether a path could also be a Hub repository ``ORG/NAME``."""
+    """Return whether *path* could also be the name of a Hub repository, ``ORG/NAME``."""
     return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILE_SUFFIXES
 
 
 def guess_hub_url(path: str | TreePath) -> str | None:
-    """Return the Hub URL if *path* may mean a repository ``ORG/NAME``, or None.
+    """Return a Hub URL if *path* could be the name of a repository ``ORG/NAME``, or None.
 
-    If a local folder ``ORG`` exists, *path* is not taken for a repository.
+    If a local folder ``ORG`` exists, *path* is considered a local path.
     """
     has_local_folder = Path(path).absolute().parent.is_dir()
     return f"{HUB_SCHEME}://{path}" if could_be_repository(path) and not has_local_folder else None
 
 
 def _build_link_hint(link: Path) -> str:
-    """Return the hint for a broken symbolic link."""
+    """Build the hint for a broken symbolic link, which names its target."""
     message = f"`{link}` is a symbolic link to `{link.readlink()}`"
     try:
         link.stat()
@@ -171,7 +171,7 @@ class OutsideError(UnsupportedError):
 
 
 def require_relative(name: str, where: str) -> str:
-    """Normalize *name*, or raise unless it is a relative path without ``..``."""
+    """Normalize *name*, or raise if it is not a relative path without ``..``."""
     pure = PureWindowsPath(name)
     parts = pure.parts
     if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:
@@ -184,7 +184,7 @@ def require_relative(name: str, where: str) -> str:
 
 
 def resolve_links(path: P) -> P:
-    """Resolve symbolic links, except links in a loop. URLs have no links.
+    """Resolve symbolic links of a local path, except links in a loop, or return a URL unchanged.
 
     Before Python 3.13, ``Path.resolve`` raises ``RuntimeError`` for a loop. Opening the result of
     this function raises an ``OSError`` instead, which callers expect.
@@ -196,17 +196,20 @@ def resolve_links(path: P) -> P:
 
 
 def find_hub_cache_repository(root: TreePath) -> TreePath | None:
-    """Return the repository of a Hugging Face cache that has *root* in a snapshot, or None."""
+    """Return the repository folder of the Hugging Face cache whose snapshot contains *root*.
+
+    The result is None if *root* is not inside a ``snapshots/`` folder.
+    """
     repositories = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(repositories, None)
 
 
 def leads_outside(path: TreePath, root: TreePath) -> bool:
-    """Return whether symbolic links in *path* lead out of *root*.
+    """Return whether *path* resolves to a file outside of *root*.
 
-    Links of the Hugging Face cache are allowed: from ``snapshots/<revision>/`` to the ``blobs/``
-    directory of the same repository, and from there to the ``blobs/`` directory shared by all
-    repositories (huggingface_hub, ``utils/_shared_blobs.py``).
+    Symbolic links of the Hugging Face cache are allowed. They lead from ``snapshots/<revision>/``
+    to the ``blobs/`` directory of the same repository, and from there to the ``blobs/`` directory
+    shared by all repositories (huggingface_hub, ``utils/_shared_blobs.py``).
     """
     root, resolved = resolve_links(root), resolve_links(path)
     if resolved.is_relative_to(root):
@@ -221,10 +224,10 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
 
 
 def is_present(path: TreePath) -> bool:
-    """Return whether *path* is a file, or a link in a loop or out of its folder.
+    """Return whether *path* is a file or a symbolic link that must not be followed.
 
-    Such links are not followed, so they count as present. A link to a missing file in the same
-    folder does not.
+    A link in a loop, or to a path outside of its folder, counts as present without being followed.
+    A link to a missing file in the same folder does not count as present.
     """
     return path.is_file() or (
         path.is_symlink() and (resolve_links(path).is_symlink() or leads_outside(path, path.parent))

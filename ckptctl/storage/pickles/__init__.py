@@ -1,1 +1,1 @@
-"""Reader of pickles that imports and calls nothing that they name, and writer of pickles."""
+"""Writer of pickles, and a reader that never imports or calls the globals that a pickle names."""

@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 MAX_KEY_NODES = 128
 MAX_KEY_BITS = 64  # hashes are modulo 2**61 - 1, so longer integers can be chosen to collide
 TEXT_SHIFT_BITS = 3
-"""Binary logarithm of the number of characters that count as one value in :func:`check_tree`."""
+"""Base-2 logarithm of the number of characters that :func:`check_tree` counts as one value."""
 NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
 _TEXTS = frozenset({str, bytes, bytearray})
 _ATOMS = frozenset({str, bytes, bool, float, type(None)})
@@ -46,7 +46,7 @@ class Builder:
     Args:
         fn: Function to call. It must be cheap for any arguments, because the pickle may be hostile.
         hashes: Whether *fn* hashes the elements of its arguments, which are then checked first.
-        source: Global that the builder replaces, used to write references to it.
+        source: Global that the builder replaces, which the pickle writer writes instead.
     """
 
     fn: Callable[..., object]
@@ -55,7 +55,7 @@ class Builder:
 
 
 class Size(tuple[int, ...]):
-    """A ``torch.Size`` stored as a value of a pickle."""
+    """A ``torch.Size`` that a pickle contains, as a tuple of integers."""
 
     __slots__ = ()
 
@@ -84,9 +84,8 @@ class DictRecord(dict[object, object]):
 class Inert:
     """Instance of a class that was not imported.
 
-    Records are equal if their classes, arguments and states are equal. Only records of plain values
-    are hashable.
-    Subclasses may redefine equality.
+    Records are equal if their classes, arguments and states are equal. Only records that consist of
+    plain values are hashable. Subclasses may redefine equality.
 
     Attributes:
         module: Module of the class or function.
@@ -156,7 +155,7 @@ class Inert:
 
 
 def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]:
-    """Append the values nested in *value* to *atoms*, after :func:`check_key` accepted it."""
+    """Append all values nested in *value*, which :func:`check_key` has accepted, to *atoms*."""
     atoms.append(f"({len(value)}")
     for item in value:
         if item.__class__ is str or item.__class__ is bytes:
@@ -173,7 +172,7 @@ def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]
 def check_key(value: object) -> int:
     """Count the values in a key, and raise if the key is too large to hash and compare quickly.
 
-    A record in the key counts with all of its values, every time that it occurs.
+    All values of a record are counted each time the record occurs in the key.
     """
     nodes = 0
     pending = [value]
@@ -206,18 +205,18 @@ def _large_key_error(why: str) -> UnsupportedError:
 def check_tree(
     root: object, *, limit: int, where: str, sizes: Mapping[type, Callable[[Any], int]] = NO_SIZES
 ) -> int:
-    """Count the values of *root* as a tree, and raise if the tree is too large to be walked.
+    """Count the values of *root* when expanded into a tree, and raise if the tree is too large.
 
     A pickle of 100 bytes can contain nested lists that each refer to the next one ten times, which
     makes ten billion leaves ("a billion laughs"). An accepted object can be walked recursively and
     written, because it has at most *limit* values, ``MAX_DEPTH`` levels and no cycles. Shared
-    values count each time that they are visited, and text counts by its length.
+    values are counted at each occurrence, and a text is counted by its length.
 
     Args:
         root: Object to check.
         limit: Maximum number of values.
-        where: File name for errors.
-        sizes: Functions that count the values of objects of special classes.
+        where: File name to show in errors.
+        sizes: Functions that count the values of an object, by class of the object.
     """
     count = 1
     ancestor_ids: set[int] = set()
@@ -258,7 +257,7 @@ def check_tree(
 
 
 def walk_values(root: object) -> Iterator[object]:
-    """Yield *root* and every nested value. The values of a shared container are yielded once."""
+    """Yield *root* and every value nested in it, but only once for a shared container."""
     seen: set[int] = set()
     pending = [root]
     while pending:

@@ -1,4 +1,4 @@
-"""Pickle reader that imports nothing and calls nothing that a file names.
+"""Pickle reader that never imports or calls the globals that a file names.
 
 The reader supports the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574)
 that torch and Python write. Globals are looked up in a table of inert replacements. A truncated
@@ -38,9 +38,9 @@ GlobalsTable = Mapping[tuple[str, str], object]
 Stack = list[object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
-"""Maximum number of keys with the same hash; a hostile file can construct such keys."""
+"""Maximum number of keys with the same hash, which a hostile file can construct."""
 MAX_OPCODE_BYTES = 9
-"""Size of the longest fixed-length opcode with its argument, in bytes."""
+"""Maximum size in bytes of a fixed-length opcode, including its argument."""
 SHARED_ALLOWANCE = 1 << 16
 FREE_OBJECTS = 1_000_000
 BYTES_PER_OBJECT = 4
@@ -57,9 +57,9 @@ A pickle without shared values has fewer values than bytes.
 """
 MAX_MARKS = 1000
 _COPY_WEIGHT, _HASHED_COPY_WEIGHT = 4, 8
-"""Weights of an element that a builder copies into a list, and that it copies into a set."""
+"""Number of values counted for an element that a builder copies into a list or into a set."""
 _CALL_OBJECTS, _NEW_GLOBAL_OBJECTS = 2, 4
-"""Number of objects counted for the result of a call, and for a new global."""
+"""Number of objects counted for the result of a call, and for the first use of a global."""
 MAX_SHOWN_NAME = 200
 _PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _PYTHON2_NAMES = {("builtins", "xrange"): ("builtins", "range")}
@@ -81,11 +81,12 @@ SET_OBJECTS = 4
 
 
 class Hook(Protocol):
-    """Fast path for frequent sequences of opcodes, which the machine then does not run itself.
+    """Fast path that runs frequent sequences of opcodes instead of the machine.
 
     Attributes:
         memo: Memo of the machine.
-        taken: Number of memo entries of the opcodes run by the hook that are not in *memo*.
+        taken: Number of memo entries that the hook has skipped, so that *memo* does not contain
+            them.
     """
 
     memo: dict[int, object]
@@ -98,14 +99,14 @@ class Hook(Protocol):
     def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
         """Run supported opcodes from position *pos*, and return the position of the next opcode.
 
-        *stack* is the current stack of the machine, *outer* the stacks below its marks.
+        *stack* is the current stack of the machine. *outer* contains the stacks below its marks.
         """
 
 
 def past_end_error(data: bytes, where: str, why: str) -> CkptError:
-    """Build the error for a pickle that extends past its last byte.
+    """Build the error for an opcode whose argument extends past the end of the pickle.
 
-    If the last byte is not STOP, the pickle is truncated. Otherwise, a length in it is wrong.
+    If the last byte is not STOP, the pickle is truncated. Otherwise, a length field is wrong.
     """
     if data.endswith(STOP):
         return UnsupportedError("malformed pickle", where=where, why=why)
@@ -125,8 +126,8 @@ def load_pickle(
     """Read one pickle.
 
     Args:
-        data: Pickle; bytes after its STOP are an error.
-        where: File name for errors.
+        data: Bytes of the pickle, which must end with its STOP opcode.
+        where: File name to show in errors.
         table: Replacements by module and name. A :class:`Builder` is called with the arguments of
             REDUCE and NEWOBJ. Calling a :class:`Global` creates an :class:`Inert` record. Other
             replacements are constants. Python 2 names are translated before the look-up.
@@ -169,7 +170,10 @@ def load_pickle(
 
 
 class PickleMachine:
-    """State machine that runs one pickle (:data:`RARE_OPCODES` has the rare opcodes)."""
+    """State machine that runs the opcodes of one pickle.
+
+    Frequent opcodes are implemented in :meth:`run`, rare opcodes in :data:`RARE_OPCODES`.
+    """
 
     __slots__ = (
         "allowance", "colliding", "data", "globals", "hook", "memo", "most", "persistent_load",
@@ -200,13 +204,16 @@ class PickleMachine:
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
     def run_checked(self, limit: int, sizes: Mapping[type, Callable[[Any], int]]) -> object:
-        """Run to STOP, and check that the result expands to a tree of at most *limit* values."""
+        """Run all opcodes up to STOP, and return the resulting object.
+
+        Raises an error if the object has more than *limit* values when expanded into a tree.
+        """
         root = self.run()
         check_tree(root, limit=limit, where=self.where, sizes=sizes)
         return root
 
     def run(self) -> object:
-        """Run to STOP and return the object, which is not checked yet.
+        """Run all opcodes up to STOP, and return the resulting object before its size is checked.
 
         All frequent opcodes are in one long function, the most frequent first. The ``.metadata`` of
         100,000 tensors has twelve million opcodes, and a call for each would double the time.
@@ -311,7 +318,7 @@ class PickleMachine:
             self.pos = pos
 
     def pop_result(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
-        """Return the only value on the stack, or raise if values or bytes remain."""
+        """Pop the result at STOP, or raise if other values or further bytes remain."""
         if len(stack) != 1 or outer:
             raise UnsupportedError(
                 "malformed pickle", why="the stack does not contain exactly one value at STOP"
@@ -352,7 +359,7 @@ class PickleMachine:
         )
 
     def disable_hook(self) -> None:
-        """Disable the hook and check the memo size, after an opcode that numbers its memo entry."""
+        """Disable the hook after an opcode with an explicit memo index, and check the memo size."""
         if len(self.memo) > self.most:
             raise self.too_many_objects_error()
         if self.hook is not None and self.hook.taken:
@@ -409,7 +416,7 @@ class PickleMachine:
                 )
 
     def set_items(self, target: object, items: list[object]) -> None:
-        """Add ``key, value, key, value, ...`` to a dict or a record."""
+        """Add *items*, which alternate between keys and values, to a dict or record *target*."""
         keys, values = items[::2], items[1::2]
         self.check_keys(keys)
         if len(keys) != len(values):
@@ -430,7 +437,7 @@ class PickleMachine:
             )
 
     def find_global(self, module: str, name: str, pos: int) -> object:
-        """Find the replacement of a global, or raise if the global is not allowed."""
+        """Return the replacement of the global *module*.*name*, or raise if it is not allowed."""
         key = (_PYTHON2_MODULES.get(module, module), name)
         key = _PYTHON2_NAMES.get(key, key)
         replacement = self.globals.get(key, self)
@@ -451,7 +458,7 @@ class PickleMachine:
 
 
 def escape_name(text: str) -> str:
-    """Escape *text* and truncate it for a message."""
+    """Escape non-ASCII and control characters of *text*, and truncate it for a message."""
     text = text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= MAX_SHOWN_NAME else text[:MAX_SHOWN_NAME] + "…"
 
@@ -467,7 +474,10 @@ def _read_line(machine: PickleMachine, pos: int) -> tuple[bytes, int]:
 
 
 def _read_counted(machine: PickleMachine, pos: int, width: int) -> tuple[bytes, int]:
-    """Read bytes after a length field of *width* bytes, and return them and the next position."""
+    """Read a length field of *width* bytes and then as many bytes.
+
+    Returns the bytes after the length field and the position of the next opcode.
+    """
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):

@@ -36,7 +36,7 @@ _TYPED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageTensor:
-    """Tensor to pickle, which views a storage of the same ``torch.save`` zip.
+    """Tensor to pickle as a view of a storage in the same ``torch.save`` zip.
 
     If the same object occurs twice in the pickled object, torch loads one shared tensor.
 
@@ -44,10 +44,10 @@ class StorageTensor:
         storage_key: Name of the storage's record below ``data/``.
         storage_nbytes: Size of the storage in bytes.
         dtype: Dtype, by its torch name.
-        offset: Offset of the first element, in elements.
-        shape: Shape.
+        offset: Offset in the storage of the first element, in elements.
+        shape: Shape of the tensor.
         strides: Strides in elements.
-        requires_grad: Whether autograd tracks it.
+        requires_grad: Whether the loaded tensor requires gradients.
     """
 
     storage_key: str
@@ -60,7 +60,7 @@ class StorageTensor:
 
 
 def dump_pickle(obj: object) -> bytes:
-    """Pickle *obj*, which may contain inert objects.
+    """Serialize *obj*, which may contain inert objects, to a pickle.
 
     Raises:
         RefusedError: A value cannot be written, or *obj* is nested too deeply.
@@ -74,7 +74,7 @@ def dump_pickle(obj: object) -> bytes:
 
 
 class _PickleWriter:
-    """Writer of one pickle (``_HANDLERS`` has the method for each class)."""
+    """Writer of one pickle, which writes each object with the method in ``_HANDLERS``."""
 
     __slots__ = ("emit", "globals", "kept", "objects", "out", "size", "strings")
 
@@ -91,18 +91,18 @@ class _PickleWriter:
         """Temporary containers, kept alive so that their ids are not reused."""
 
     def add_to_memo(self) -> int:
-        """Add the last written object to the memo and return its index."""
+        """Add the last written object to the memo and return its memo index."""
         index = self.size
         self.size = index + 1
         self.emit(_BINPUT[index] if index < 256 else b"r" + _UINT(index))
         return index
 
     def write_reference(self, index: int) -> None:
-        """Write a reference to a memo entry."""
+        """Write a reference to the memo entry *index*."""
         self.emit(_BINGET[index] if index < 256 else b"j" + _UINT(index))
 
     def write_string(self, text: str) -> None:
-        """Write a string, or a reference if an equal string was written."""
+        """Write a string, or a reference if an equal string has already been written."""
         index = self.strings.get(text)
         if index is not None:
             self.write_reference(index)
@@ -112,7 +112,7 @@ class _PickleWriter:
         self.strings[text] = self.add_to_memo()
 
     def write_integer(self, value: int) -> None:
-        """Write an integer in its shortest form."""
+        """Write an integer with the shortest possible opcode."""
         if 0 <= value < 256:
             self.emit(_BININT1[value])
         elif 0 <= value < 65536:
@@ -137,7 +137,7 @@ class _PickleWriter:
         self.emit(b"G" + _DOUBLE(value))
 
     def write_global(self, global_name: Global) -> None:
-        """Write a global, or a reference if the same global was written."""
+        """Write a global, or a reference if the same global has already been written."""
         index = self.globals.get(global_name)
         if index is not None:
             self.write_reference(index)
@@ -156,7 +156,7 @@ class _PickleWriter:
         handler(self, obj)
 
     def write_if_known(self, obj: object) -> bool:
-        """Write a reference if *obj* was already written, and return whether it was."""
+        """Write a reference to *obj* if it was already written, and return whether it was."""
         index = self.objects.get(id(obj))
         if index is None:
             return False
@@ -169,7 +169,7 @@ class _PickleWriter:
         self.write_global(builder.source)
 
     def write_new_tuple(self, items: Sequence[object]) -> None:
-        """Write a tuple that occurs only once."""
+        """Write a tuple to which no later object refers."""
         count = len(items)
         if not count:
             self.emit(b")")
@@ -233,7 +233,10 @@ class _PickleWriter:
         self.objects[id(obj)] = self.add_to_memo()
 
     def write_temporary_call(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
-        """Write a call with temporary arguments, kept alive because the memo has their ids."""
+        """Write a call (see :meth:`write_call`), and keep its temporary arguments alive.
+
+        The memo contains the ids of the arguments, which must not be reused.
+        """
         if self.write_if_known(obj):
             return
         self.kept.append((obj, args))

@@ -24,10 +24,10 @@ _PLAIN_CLASSES = frozenset(
 
 
 def _rebuild_from_type(fn: object, kind: object, args: object, attributes: object) -> object:
-    """Rebuild a regular tensor without its Python attributes, which hold no data.
+    """Rebuild a regular tensor without its Python attributes, which contain no elements.
 
-    Instances of tensor subclasses become inert records. They only occur if unknown globals are
-    allowed.
+    Instances of tensor subclasses become inert records. They are only accepted if unknown globals
+    are allowed.
     """
     is_regular = type(kind) is Global and kind in _PLAIN_CLASSES
     if is_regular and isinstance(fn, Builder) and fn.source in _REBUILT:

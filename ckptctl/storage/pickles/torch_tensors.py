@@ -28,15 +28,15 @@ QUANTIZED = {
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
 }
-"""Torch dtype and element size of storages whose tensors are not supported."""
+"""Torch dtype and element size in bytes of quantized storages, which are not supported."""
 MAX_EXPANDED_BYTES = 1 << 40
-"""Maximum size of an expanded view, which repeats the elements of its storage, in bytes."""
+"""Maximum size in bytes of an expanded view, which repeats the elements of its storage."""
 DERIVED_FLAGS = frozenset({"conj", "neg"})
 """Flags of views whose elements are conjugates or negatives of the elements of the storage."""
 _FLAGGED_DTYPES = frozenset(
     {"complex32", "complex64", "complex128", "float16", "float32", "float64"}
 )
-"""Dtypes of views with these flags (complex dtypes and the dtypes of their components)."""
+"""Dtypes that views with :data:`DERIVED_FLAGS` can have, including real parts of complex ones."""
 
 
 class UnreadableTensorError(UnsupportedError):
@@ -45,9 +45,9 @@ class UnreadableTensorError(UnsupportedError):
     Args:
         reason: Kind of tensor, such as "sparse", for the message.
         dtype: Dtype, by its torch name.
-        shape: Shape.
-        base: Tensor without *flags*, if only these are unsupported.
-        flags: Flags of a view, by their torch names.
+        shape: Shape of the tensor.
+        base: The same tensor without *flags*, or None if it is not supported for another reason.
+        flags: Flags of the view that are not supported, by their torch names.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class UnreadableTensorError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Tensor described by a pickle, relative to its storage.
+    """Tensor that a pickle describes as a view of a storage.
 
     Attributes:
         dtype: Dtype, by its torch name.
-        shape: Shape.
+        shape: Shape of the tensor.
         strides: Strides in elements, or None if the tensor is contiguous.
         offset: Offset of the first element in the storage, in bytes.
         nbytes: Bytes from the start of the first to the end of the last element, 0 if empty.
         storage: Key of the storage.
-        storage_nbytes: Declared size of the storage.
+        storage_nbytes: Declared size of the storage in bytes.
         requires_grad: Recorded value of ``requires_grad``.
     """
 
@@ -114,7 +114,10 @@ class StorageRef:
 
 
 def parse_storage_id(pid: object) -> tuple[str, str, int]:
-    """Parse a persistent id ``("storage", class, key, device, numel)`` to key, dtype and size."""
+    """Return key, dtype and size in bytes of the storage that a persistent id declares.
+
+    The persistent id is ``("storage", class, key, device, numel)``.
+    """
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, storage_class, key, _, numel = pid
@@ -150,7 +153,10 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def compute_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return number of elements, distance from first to last plus 1, and whether contiguous."""
+    """Return the number of elements, their span in the storage, and whether they are contiguous.
+
+    The span is the number of storage elements from the first to the last element, inclusive.
+    """
     numel = math.prod(shape)
     if numel == 0:
         return 0, 0, True
@@ -213,7 +219,7 @@ def _build_view(
 
 
 def _reject_flags(metadata: object, view: object) -> object:
-    """Return *view*, or raise if the metadata has flags that change its elements."""
+    """Return *view*, or raise if *metadata* has flags such as ``conj`` that change the elements."""
     if metadata is not None and not isinstance(metadata, dict):
         raise UnsupportedError("malformed tensor", why="the metadata is not a dict")
     flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)
