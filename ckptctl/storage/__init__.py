@@ -1,4 +1,5 @@
-"""Bytes: ranged reads, headers, zips, restricted pickles, execution and publishing.
+"""Byte-level access to checkpoint files, from ranged reads and file formats to plan execution.
 
-Nothing here knows about models. Functions that compute with values import torch when called.
+This package is independent of model families. Its functions only import torch when they compute
+with tensor elements.
 """

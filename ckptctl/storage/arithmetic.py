@@ -1,4 +1,4 @@
-"""Arithmetic on raw bytes with torch: permuting elements, casting them, converting them to numbers.
+"""Permutation, casts and decoding of tensor elements in raw bytes, with torch.
 
 Elements that are only moved are treated as opaque integers of the same size, so every dtype keeps
 its bits. Outside of ``distributed/``, only this module, ``storage.compare`` and the modules in
@@ -154,7 +154,7 @@ def _copy_matrix(target: torch.Tensor, source: torch.Tensor) -> None:
 def cast_elements(
     source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
 ) -> OutOfRange:
-    """Cast elements like ``tensor.to(dtype)`` and count values that *target_dtype* cannot hold."""
+    """Cast elements like ``tensor.to(dtype)`` and count those out of range of *target_dtype*."""
     import torch
 
     values = torch.frombuffer(source, dtype=_torch_dtype(source_dtype))

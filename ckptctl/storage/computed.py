@@ -1,4 +1,4 @@
-"""Virtual files: tensors that are computed when their elements are read.
+"""Virtual files, which are tensors that are computed when their elements are read.
 
 A :class:`Kind` computes the elements of one kind of virtual file. Each module of
 :mod:`ckptctl.numerics.kinds` is found automatically and defines ``KINDS``, a dict of kinds by name.

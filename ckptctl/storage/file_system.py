@@ -1,4 +1,4 @@
-"""File system operations for safe output: atomic renames, syncs and mount points.
+"""File system operations for safe output, such as atomic renames and syncs.
 
 Renames use Linux's ``renameat2`` (man 2 rename), so they never overwrite by accident.
 """

@@ -1,4 +1,4 @@
-"""Statistics of computed and cast elements: out-of-range values and rounding errors."""
+"""Counts of out-of-range elements and quantization errors of computed and cast tensors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 _STATE_FIELD, _START_TIME_FIELD = 0, 19
-"""Indices of the state and the start time after the process name in ``stat`` (man 5 proc)."""
+"""Indices of process state and start time in ``/proc/PID/stat``, after the name (man 5 proc)."""
 _ENDED_STATES = ("Z", "X")
 """States of a process that has ended but was not reaped by its parent."""
 
@@ -20,9 +20,9 @@ class Process:
 
     Attributes:
         host: Host name, for messages.
-        system: Boot ID and PID namespace of the process, or empty if unknown.
-        number: PID.
-        began: Clock ticks from the boot of the host to the start of the process.
+        system: Boot ID of the host and PID namespace of the process, or empty if unknown.
+        number: PID of the process.
+        began: Start time of the process in clock ticks since the host booted.
     """
 
     host: str
@@ -38,7 +38,10 @@ def get_current_process() -> Process:
 
 
 def has_ended(process: Process) -> bool:
-    """Return whether *process* has certainly ended (False if it may run on another system)."""
+    """Return whether *process* has certainly ended.
+
+    The result is False if the process may still run on another host or in another PID namespace.
+    """
     same = bool(process.system) and process.system == _read_system_id()
     return same and _read_start_time(process.number) != process.began
 

@@ -52,11 +52,11 @@ LOCK_PURPOSE = "writing to this destination"
 UNFINISHED_MESSAGE = "partial output from an interrupted run exists for this destination"
 NOT_DURABLE_MESSAGE = "the output was published, but it may not survive a power failure"
 _STAGING_FILES = frozenset((lock.LOCK_FILE, DATA_NAME, JOURNAL_NAME, "failed"))
-"""Files of a staging directory; ``failed`` is written by a rank that failed."""
+"""Names that a staging directory may contain. A rank that fails creates the file ``failed``."""
 
 
 class Staging:
-    """Staging directory of one output."""
+    """Staging directory in which one output is built before it is published."""
 
     def __init__(
         self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognize
@@ -79,7 +79,10 @@ class Staging:
         return count_allocated_bytes(self.data)
 
     def publish(self) -> list[str]:
-        """Rename the output, whose files must be synced, to its final name, and return notes."""
+        """Rename the output to its final name, and return notes to show to the user.
+
+        All files of the output must have been synced.
+        """
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
         with wrap_os_errors("publish", self.target):
             # After an exchange, `data` is the old output, which no journal may describe.
@@ -150,7 +153,7 @@ class Staging:
             )
 
     def _replace_empty_folder(self) -> None:
-        """Atomically replace an empty folder by the output, which gets the mode of the folder."""
+        """Atomically replace an empty folder with the output, and preserve the folder's mode."""
         self._finished.chmod(stat.S_IMODE(self.target.lstat().st_mode))
         try:
             self._finished.rename(self.target)
@@ -162,9 +165,9 @@ class Staging:
 
 
 def find_resumable_output(target: Path) -> PartialOutput | None:
-    """Return the partial output of an interrupted run for *target*, or None if there is none.
+    """Return the partial output for *target* that a new run can resume, or None.
 
-    The result is also None if a run is active.
+    The result is None if no interrupted run left partial output, or if a run is active.
     """
     root = get_staging_directory(target)
     return None if lock.find_holder(root) else find_partial_output(root)
@@ -190,7 +193,7 @@ def stage_output(
     """Create a staging directory next to *target*, and remove it afterwards.
 
     Args:
-        target: The destination. Its parent directories are created.
+        target: Path of the output, whose parent directories are created.
         overwrite: Whether to replace an existing output.
         resume: Whether to keep the partial output of an interrupted run.
         restart: Whether to discard partial output even if it could be resumed. Saves do so, because
@@ -198,7 +201,8 @@ def stage_output(
         keep_on_error: Whether to keep the staged files after an error, for *resume*.
         keep_on_interrupt: Whether to keep the staged files after Ctrl-C or SIGTERM, if they can be
             resumed.
-        single_file: Whether the output is the single file ``data/NAME`` instead of ``data``.
+        single_file: Whether the output is the single file ``data/NAME`` instead of the directory
+            ``data``.
         is_checkpoint: Returns whether a path may be overwritten.
     """
     target = resolve_destination(target)
@@ -254,10 +258,11 @@ def remove_stale_staging(target: Path, idle_seconds: float = 0.0) -> bool:
     """Remove the staging directory of a killed run, unless the run can be resumed.
 
     Args:
-        target: The destination.
-        idle_seconds: Minimum age of the last write to the directory, by the clock of the file
-            system. Processes other than the holder of the lock may still be writing. A directory
-            with a more recent write is not even locked, because a new run may be about to lock it.
+        target: Path of the output of the killed run.
+        idle_seconds: Minimum seconds since the last write to the directory, by the clock of the
+            file system. Processes other than the holder of the lock may still be writing. A
+            directory with a more recent write is not even locked, because a new run may be about to
+            lock it.
 
     Returns:
         Whether the directory was removed.
@@ -288,7 +293,7 @@ def remove_stale_staging(target: Path, idle_seconds: float = 0.0) -> bool:
 
 
 def _measure_idle_seconds(root: Path) -> float:
-    """Return the seconds since the last write to a staging directory, by the file system clock."""
+    """Return the seconds since the last write to *root*, by the clock of the file system."""
     lock_file = root / lock.LOCK_FILE
     os.utime(lock_file)
     written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != lock_file)
@@ -345,7 +350,7 @@ def _remove_staging(stage: Staging) -> list[str]:
 
 
 def _add_notes(error: BaseException, notes: Sequence[str]) -> None:
-    """Add notes on remaining files to *error*."""
+    """Add *notes* about files that could not be removed to the message of *error*."""
     if isinstance(error, CkptError):
         error.why = "; ".join(filter(None, (error.why, *notes)))
     else:

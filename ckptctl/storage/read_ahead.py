@@ -17,9 +17,9 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.threads import create_thread_pool
 
 PREFETCH_COUNT = 16
-"""Number of items to prefetch."""
+"""Number of items to prefetch ahead of the current item."""
 FileOffset = tuple[str, int]
-"""File name and byte offset, relative to the end if negative."""
+"""File name and byte offset, which is relative to the end of the file if it is negative."""
 T = TypeVar("T")
 
 
@@ -28,8 +28,8 @@ def prefetch_items(
 ) -> Iterator[T]:
     """Yield *items* while prefetching the next ones from remote files.
 
-    *list_offsets* returns the file offsets at which an item is read. If a prefetch fails, no error
-    is raised until the item is read.
+    *list_offsets* returns the file offsets at which an item will be read. If a prefetch fails, the
+    error is raised only when the item is read.
     """
     if files.local:
         yield from items
@@ -54,17 +54,17 @@ def prefetch_heads(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
 
 
 def prefetch_zips(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names* of ``torch.save`` files while prefetching both ends of the next files."""
+    """Yield *names* of ``torch.save`` files while prefetching start and end of the next files."""
     return prefetch_items(files, names, list_zip_ends)
 
 
 def list_zip_ends(name: str) -> tuple[FileOffset, ...]:
-    """Return the offsets at which a ``torch.save`` file is read first, its end and its start."""
+    """Return offsets of the end and the start of a ``torch.save`` file, which are read first."""
     return (name, -1), (name, 0)
 
 
 def list_item_ends(item: Extent | Blob) -> Iterator[FileOffset]:
-    """Yield the offsets of the first and last byte of an item, which is read like a zip."""
+    """Yield the offsets of the first and the last byte of an item, which are read first."""
     if item.file is not None:
         yield item.file, item.offset
         yield item.file, item.offset + item.nbytes - 1

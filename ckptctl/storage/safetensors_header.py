@@ -43,10 +43,10 @@ class SafetensorsHeader:
     """Parsed header of a safetensors file.
 
     Attributes:
-        tensors: For each name, in the order of the header: the torch dtype, the torch shape, the
-            first byte in the file and the byte after the last.
-        metadata: The ``__metadata__`` strings.
-        data_start: Bytes of the file before the data.
+        tensors: Torch dtype, torch shape, start and end of the byte range in the file of each
+            tensor, by name, in the order of the header.
+        metadata: Strings of ``__metadata__``, by key.
+        data_start: File offset of the first byte of tensor data.
         unread: Names of tensors with an unknown dtype, whose dtype and shape in *tensors* are as
             written in the header.
     """
@@ -66,7 +66,7 @@ def read_safetensors_header(
         files: Files of the checkpoint.
         name: File name.
         allow_unknown_dtypes: Whether to include tensors of unknown dtypes instead of raising.
-        start: First byte of the header in the file.
+        start: File offset at which the header begins.
 
     Raises:
         DamagedError: The file is truncated.
@@ -131,7 +131,7 @@ def read_safetensors_header(
 
 
 def unread_reason(code: str) -> str:
-    """Return the reason why tensors with the dtype *code* in the header cannot be read."""
+    """Return the reason why tensors with the safetensors dtype *code* cannot be read."""
     return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 
@@ -201,11 +201,11 @@ def encode_safetensors_header(
 
     Args:
         tensors: Name, torch dtype and torch shape of each tensor, in file order.
-        metadata: The ``__metadata__`` strings.
+        metadata: Strings of ``__metadata__``, by key.
 
     Returns:
-        Length and header, padded with spaces to align the data to 8 bytes, and the file offset of
-        each tensor.
+        Encoded length and header, padded with spaces to align the data to 8 bytes, and the file
+        offset of each tensor.
     """
     parts = [f'"{METADATA}":{_encode_text(dict(metadata))}'] if metadata else []
     names: set[str] = set()

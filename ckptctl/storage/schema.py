@@ -42,10 +42,10 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import pluralize
 
 MAX_SHOWN_CHARACTERS = 40
-"""Maximum characters of a value or key in a message."""
+"""Maximum number of characters of a value or key that a message shows."""
 T = TypeVar("T")
 _Seen = defaultdict[Any, dict[int, Any]]
-"""Results by reader and by ``id`` of the value."""
+"""Values that have been read already, by reader and by ``id`` of the untrusted value."""
 _Reader = Callable[[Any, _Seen], Any]
 _TYPE_NAMES = {
     int: "an integer",
@@ -76,18 +76,18 @@ class ClosedSchema(Schema):
 
 
 class ObjectSchema(Schema):
-    """Base class of schemas for the attributes of a pickled object (or the keys of a dict)."""
+    """Base class of schemas for the attributes of a pickled object, or the keys of a dict."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Requirement on a value, next to its type in ``Annotated``.
+    """Requirement on a value, which is declared next to its type in ``Annotated``.
 
     Attributes:
         expected: Description of valid values, with an article.
-        test: Returns whether a value of the type is valid.
+        test: Returns whether a value of the declared type is valid.
     """
 
     expected: str
@@ -114,7 +114,7 @@ NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Error of malformed data; :func:`wrap_malformed_errors` adds a message and a file name."""
+    """Malformed data error, to which :func:`wrap_malformed_errors` adds message and file name."""
 
 
 class MismatchError(MalformedError):
@@ -141,7 +141,7 @@ class MismatchError(MalformedError):
 
 
 def describe_value(value: object) -> str:
-    """Describe *value* in a few words."""
+    """Describe the type or the shortened content of *value* for a message."""
     if isinstance(value, str):
         return repr(value[:MAX_SHOWN_CHARACTERS])
     if type(value) is int and value.bit_length() > 64:
@@ -161,7 +161,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
         name: Name of the value in messages.
 
     Raises:
-        MismatchError: The value does not match; see :func:`wrap_malformed_errors`.
+        MismatchError: The value does not match *kind*; see :func:`wrap_malformed_errors`.
     """
     try:
         result: T = _build_reader(cast("Any", kind))(value, defaultdict(dict))
@@ -172,7 +172,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
 
 
 def read_nested_or_none(kind: type[T], value: object, *names: str) -> T | None:
-    """Return the value at the path *names* in nested dicts if its type is *kind*, or None."""
+    """Return the value at the keys *names* of nested dicts, or None if it is not a *kind*."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     try:
@@ -185,7 +185,7 @@ def read_nested_or_none(kind: type[T], value: object, *names: str) -> T | None:
 def wrap_malformed_errors(
     message: str, where: str, hint: str | None = None, error: type[CkptError] = UnsupportedError
 ) -> Iterator[None]:
-    """Convert exceptions raised while reading untrusted data into one *error*."""
+    """Convert exceptions that the block raises while reading untrusted data to *error*."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as raised:
@@ -252,7 +252,7 @@ def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
 
 
 def _build_instance_reader(kind: type) -> _Reader:
-    """Build a reader of single values, as a closure for speed."""
+    """Build a reader of instances of *kind*, as a closure for speed."""
 
     def read_instance(value: object, _: _Seen) -> object:
         if type(value) is not kind and (kind in _TYPE_NAMES or not isinstance(value, kind)):

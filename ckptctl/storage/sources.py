@@ -1,4 +1,4 @@
-"""Source files of a plan, and detection of changes to them."""
+"""Source files of a plan, and checks that they have not changed since the plan was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """Source directories of a plan, open while it is executed."""
+    """Source directories of a plan, which stay open while the plan is executed."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         self._plan = plan
@@ -34,11 +34,11 @@ class Sources:
         self._identities |= plan.inputs
 
     def get_files(self, root: TreePath) -> SourceFiles:
-        """Return the files below one of the source directories."""
+        """Return the open files below the source directory *root*."""
         return self._open[root]
 
     def list_identities(self) -> list[tuple[object, ...]]:
-        """List file names and identities for the header of the journal.
+        """List names and identities of the source files for the header of the journal.
 
         Directories and device numbers are omitted, because a network file system has a different
         device number on each machine and mount.
@@ -78,15 +78,15 @@ class Sources:
 
 
 def read_identity(path: TreePath) -> FileIdentity:
-    """Return the identity of the file or folder at *path*."""
+    """Return size, times and inode of the file or folder at *path*, to detect changes."""
     with wrap_os_errors("access", path):
         return FileIdentity.from_stat(path.stat())
 
 
 def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
-    """Raise `ChangedError` if the file at a path is not the one that was opened.
+    """Raise `ChangedError` if another file has replaced the file that was opened.
 
-    *opened* has the path and the identity of the opened file.
+    *opened* contains path and identity of the file. Nothing is checked if it is None.
     """
     if opened is None:
         return

@@ -1,4 +1,4 @@
-"""Detection of files with other content than expected: Git LFS pointers, web pages, errors, zeros.
+"""Detection of Git LFS pointers, web pages, error messages and zeros in place of a checkpoint file.
 
 Sources: the Git LFS specification (``docs/spec.md``: a pointer begins with a version line and has
 less than 1,024 bytes); the S3 API reference, "Error responses".
@@ -13,14 +13,14 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
 
 MAX_STAND_IN_BYTES = 1 << 20
-"""Largest file that is checked for such content, in bytes."""
+"""Maximum size in bytes of a file that is checked for a pointer, web page or error message."""
 EDGE_BYTES = 1 << 16
 ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
-"""Signatures of a local header and of the end record, and size of an end record without comment."""
+"""Signatures of local header and end record of a zip, and size of an end record without comment."""
 ZIP_REACH = ZIP_TAIL + 0xFFFF
-"""Bytes at the end of a file in which torch searches the end record (a comment may follow it)."""
+"""Number of bytes at the end of a file in which torch searches for the end record of a zip."""
 HEAD_BYTES = 512
-"""Bytes at the start of a file that are checked for such content."""
+"""Number of bytes at the start of a file from which its kind is guessed."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 GIT_LFS_HINT = "run `git lfs pull` in the repository to fetch the file"
 HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -41,13 +41,13 @@ _SIGNATURES = (
     (b"BZh", "bzip2", "unpack it"),
     (b"\xfd7zXZ\0", "xz", "unpack it"),
 )
-"""Magic bytes of files, the kind of file, and a hint."""
+"""Magic bytes, name and hint of each known kind of file."""
 _PAGE = (b"<!doctype html", b"<html")
 _ERROR = (b"<?xml", b"<error>")
 
 
 def describe_zeros(files: SourceFiles, name: str) -> str:
-    """Describe a file that starts with zeros, for messages."""
+    """Describe for messages whether a file that starts with zeros contains only zeros."""
     return "it contains only zeros" if has_only_zeros(files.path(name)) else "it starts with zeros"
 
 
@@ -64,7 +64,7 @@ def has_only_zeros(path: TreePath) -> bool:
 
 
 def explain_incomplete(path: TreePath) -> str:
-    """Return the reason why a ``torch.save`` file is incomplete, empty if it seems complete."""
+    """Return why a ``torch.save`` file is incomplete, or an empty string if it seems complete."""
     size = path.stat().st_size
     if not size:
         return "it is empty"
@@ -78,7 +78,11 @@ def explain_incomplete(path: TreePath) -> str:
 
 
 def guess_file_kind(head: bytes) -> tuple[str, str] | None:
-    """Guess the kind of file from its first bytes, with a hint, or return None."""
+    """Guess the kind of a file from its first bytes.
+
+    Returns:
+        Name of the kind and a hint, or None if the kind is unknown.
+    """
     for magic, kind, hint in _SIGNATURES:
         if head.startswith(magic):
             return kind, hint
@@ -96,7 +100,7 @@ def guess_file_kind(head: bytes) -> tuple[str, str] | None:
 
 
 def starts_like_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether a file starts like a zip."""
+    """Return whether the file *name* starts with the signature of a zip."""
     return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
 
 

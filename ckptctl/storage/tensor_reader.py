@@ -1,4 +1,4 @@
-"""Reader of boxes of a tensor into memory, without torch, whatever the layout in files."""
+"""Reader of boxes of tensors with any layout in files, which does not require torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_STRIDE_ELEMENTS = 512
 MAX_ROW_STRIDE_BYTES = 32 << 10
 """Largest stride, in bytes, at which rows with small gaps are read together."""
 GAPPED_READ_BYTES = 1 << 20
-"""Bytes to read at a time if they contain gaps."""
+"""Number of bytes to read at a time if they contain gaps."""
 
 
 class TensorReader:
-    """Reader of boxes of a tensor, which are returned in row-major order."""
+    """Reader of boxes of one tensor, whose elements are returned in row-major order."""
 
     def __init__(self, files: Readable, tensor: StridedTensor | TensorEntry) -> None:
         if isinstance(tensor, TensorEntry):
@@ -37,7 +37,7 @@ class TensorReader:
 
     @cached_property
     def _contiguous_range(self) -> tuple[str, int] | None:
-        """File and first byte of the elements if they are one contiguous range, or None."""
+        """File name and offset of the elements, or None if they are not one contiguous range."""
         full_box = Box.whole(self._shape)
         by_source = self._reader.find_dense_copies(full_box.offsets, full_box.sizes).items()
         ranges = [(source.file, block) for source, blocks in by_source for block in blocks]
@@ -55,7 +55,7 @@ class TensorReader:
                 self._copy_block(source.file, block, view)
 
     def read(self, box: Box | None = None) -> bytearray:
-        """Read the elements of *box*, or of the complete tensor."""
+        """Read the elements of *box*, or of the complete tensor if *box* is None."""
         box = box or Box.whole(self._shape)
         buffer = bytearray(box.numel * self._reader.itemsize)
         self.read_box_into(box, memoryview(buffer))
@@ -64,7 +64,10 @@ class TensorReader:
     def iterate_windows(
         self, box: Box | None = None, nbytes: int = WINDOW_BYTES
     ) -> Iterator[bytearray]:
-        """Yield the elements of *box*, or of the complete tensor, at most *nbytes* at a time."""
+        """Yield the elements of *box* in windows of at most *nbytes* bytes.
+
+        If *box* is None, all elements of the tensor are yielded.
+        """
         box = box or Box.whole(self._shape)
         for part in split_into_boxes(box.sizes, nbytes // self._reader.itemsize):
             yield self.read(Box(tuple(map(add, box.offsets, part.offsets)), part.sizes))
@@ -106,7 +109,10 @@ def _copy_strided_runs(
     run: int,
     item: int,
 ) -> None:
-    """Copy runs of *run* bytes, changing their stride from *source_stride* to *target_stride*."""
+    """Copy runs of *run* bytes from *source* to *target*, which have different strides in bytes.
+
+    *item* is the element size in bytes.
+    """
     if run == item <= 8:
         word = dtypes.INTEGER_TYPE_CODES[item]
         target.cast(word)[:: target_stride // item] = source.cast(word)[:: source_stride // item]
@@ -119,7 +125,7 @@ def _copy_strided_runs(
 
 
 def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Yield boxes of at most *limit* elements that tile a tensor (none if it is empty)."""
+    """Yield boxes of at most *limit* elements that tile a tensor, or no box if it is empty."""
     if 0 not in shape:
         for domain in split_into_domains((0,) * len(shape), shape, limit):
             for part in domain.split_into_parts(domain.step):
@@ -127,7 +133,7 @@ def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def iterate_stored_windows(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
-    """Read all elements in the order in which they are stored, in windows of at most *nbytes*."""
+    """Yield all elements in storage order, in windows of at most *nbytes* bytes."""
     item = dtypes.get_itemsize(entry.dtype)
     step = max(1, nbytes // item) * item
     for extent in entry.extents:

@@ -1,4 +1,4 @@
-"""Worker threads: default counts, progress, error propagation and SIGTERM."""
+"""Worker threads with progress reports, error propagation and handling of SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 _WORKER_NAME = "ckptctl-worker"
 Advance = Callable[[int], None]
-"""Called with the number of bytes done since the last call."""
+"""Progress callback, called with the number of bytes processed since the last call."""
 
 
 JOIN_SECONDS = 0.8
-"""Seconds to wait for all threads of a crew to end."""
+"""Maximum seconds to wait until all threads of a group have ended."""
 
 MAX_DEFAULT_THREADS = 16
-"""Maximum default number of threads per process; more threads showed no gain in measurements."""
+"""Maximum default number of threads per process, because more threads were not faster."""
 LAUNCHER_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # MPICH, Intel MPI
     "SLURM_STEP_TASKS_PER_NODE",  # srun; like "4(x2)"
 )
-"""Variables in which launchers report the number of processes per host."""
+"""Environment variables in which launchers set the number of processes per host."""
 
 
 def count_cores() -> int:
@@ -61,7 +61,7 @@ def get_default_thread_count(processes: int = 1) -> int:
 
 
 class Supervisor:
-    """State shared by the threads of a run, which stops all if one fails and reports progress."""
+    """Shared state of the threads of a run, which stops them if one fails and reports progress."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -72,12 +72,12 @@ class Supervisor:
     def report_thread_end(
         self, error: BaseException | None, deregister: Callable[[], None]
     ) -> None:
-        """Register the end of a thread, and stop the others if it failed.
+        """Register the end of a thread, and stop the other threads if it failed.
 
         Args:
-            error: Exception of the thread, or None.
-            deregister: Removes the thread from the active ones. Called under the same lock, so that
-                all errors are known when no thread is active.
+            error: Exception that ended the thread, or None.
+            deregister: Removes the thread from the active threads. Called under the same lock, so
+                that all errors are known when no thread is active.
         """
         with self.changed:
             if error is not None:
@@ -92,9 +92,9 @@ class Supervisor:
         """Report progress until *finished* returns True, or raise the first error of a thread.
 
         Args:
-            finished: Returns whether to stop watching.
-            total: Returns the bytes done so far.
-            progress: Called with the bytes done since the last call.
+            finished: Returns whether all work is done.
+            total: Returns the number of bytes processed so far.
+            progress: Called with the number of bytes processed since the last call.
         """
         while True:
             with self.changed:
@@ -115,7 +115,7 @@ class ThreadGroup:
     """Group of threads that run the same function.
 
     Args:
-        supervisor: Notified when a thread ends.
+        supervisor: Shared state, which is notified when a thread ends.
         work: Function to run in each thread.
         count: Number of threads.
     """
@@ -130,12 +130,12 @@ class ThreadGroup:
         return len(self._threads)
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start all threads of the group."""
         for thread in self._threads:
             thread.start()
 
     def is_done(self) -> bool:
-        """Return whether all threads have ended."""
+        """Return whether all threads of the group have ended."""
         return not self._active_count
 
     def join(self) -> None:
@@ -170,12 +170,12 @@ def pause_gc() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received, which is handled like Ctrl-C."""
+    """The process received SIGTERM, which is handled like Ctrl-C."""
 
 
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    """Raise :class:`Terminated` on SIGTERM, unless another handler is installed."""
+    """Raise :class:`Terminated` in the block on SIGTERM, unless another handler is installed."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -230,7 +230,10 @@ def exit_if_daemons_run(code: int) -> None:
 
 
 StartProgress = Callable[[int], AbstractContextManager[Advance | None]]
-"""Called with the total bytes; the context yields a callback for bytes done, or None."""
+"""Starts a progress display for a total number of bytes.
+
+The context manager yields the progress callback, or None if no progress is shown.
+"""
 
 
 def ignore_progress(_: int) -> AbstractContextManager[None]:
@@ -256,7 +259,10 @@ class ByteCounter:
 
 @contextmanager
 def report_part(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
-    """Yield a progress callback for *nbytes* of the work, and report the rest at the end."""
+    """Yield a progress callback for a task of *nbytes* bytes.
+
+    When the block ends, the bytes that it has not reported are reported to *advance*.
+    """
     remaining = nbytes
 
     def report_done(done: int) -> None:

@@ -31,7 +31,7 @@ def delete_permanently(path: Path) -> None:
 
 
 def clear_folder(path: Path) -> None:
-    """Remove the contents of the directory at *path*."""
+    """Recursively remove everything in the directory at *path*, but not the directory itself."""
     with wrap_os_errors("empty", path), _open_walk(path, _OPEN) as walk:
         for name in _list_names(walk.descriptor):
             walk.remove_entry(name)
@@ -39,7 +39,7 @@ def clear_folder(path: Path) -> None:
 
 @dataclass(slots=True)
 class _FolderLevel:
-    """Folder being emptied, with the identity of its parent and the names that remain."""
+    """Folder that is being emptied, with the identity of its parent and its remaining names."""
 
     name: str
     parent_identity: tuple[int, int]
@@ -47,7 +47,7 @@ class _FolderLevel:
 
 
 class _FolderWalk:
-    """Walk through nested folders, in which only the current folder is open."""
+    """Recursive removal that keeps only one folder of the tree open at a time."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
@@ -56,7 +56,7 @@ class _FolderWalk:
         self._levels: list[_FolderLevel] = []
 
     def remove_entry(self, name: str) -> None:
-        """Remove *name* recursively, and return to the starting folder."""
+        """Remove *name* in the starting folder recursively, and return to the starting folder."""
         self._remove_or_enter(name)
         while self._levels:
             remaining = self._levels[-1].remaining_names
@@ -87,7 +87,7 @@ class _FolderWalk:
             os.rmdir(name, dir_fd=self.descriptor)
 
     def _leave_folder(self, level: _FolderLevel) -> None:
-        """Return to the parent of *level* and remove it, or raise if the folder was moved."""
+        """Return to the parent folder and remove the emptied folder, or raise if it was moved."""
         self._switch_folder(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
         if _read_identity(self.descriptor) != level.parent_identity:
             raise RefusedError("it was moved in the meantime", where=self._build_path(level.name))

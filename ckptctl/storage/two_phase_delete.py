@@ -1,4 +1,4 @@
-"""Two-phase deletion: entries are renamed into a trash folder, whose contents are then removed.
+"""Two-phase deletion, which moves entries to a trash folder and then empties this folder.
 
 After an interruption, every entry is either complete under its own name, or in
 ``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. No trainer takes a folder with this
@@ -55,7 +55,7 @@ class TwoPhaseDelete:
         Raises:
             RefusedError: The entry was replaced, or another file system is mounted in it. Nothing
                 is removed.
-            StorageError: The removal failed; the rest of the entry is in the trash.
+            StorageError: The removal failed, and the remaining files of the entry are in the trash.
         """
         path = self.root / name
         recheck()
@@ -63,7 +63,7 @@ class TwoPhaseDelete:
         self.remove_path(path, name)
 
     def remove_path(self, path: Path, name: str) -> None:
-        """Remove *path*, which is inside the folder, by moving it to the trash as *name* first."""
+        """Move *path* to the trash under the name *name*, and then remove it."""
         if self._disk_is_full:
             self._remove_on_full_disk(path)
             return
@@ -78,14 +78,14 @@ class TwoPhaseDelete:
             ) from error
 
     def clear_trash_path(self, name: str) -> Path:
-        """Return the path of *name* in the trash, after removing a leftover with this name."""
+        """Return the path of *name* in the trash, after removing any leftover at this path."""
         if self._disk_is_full:
             raise self._no_space_error(self.root)
         trash.delete_permanently(self.folder / name)
         return self.folder / name
 
     def read_clock(self) -> float:
-        """Return the time by the clock of the file system, which may be a server's clock."""
+        """Return the time in seconds by the clock of the file system, which may be a server."""
         path = self.root if self._disk_is_full else self.folder / lock.LOCK_FILE
         os.utime(path)
         return path.stat().st_mtime
@@ -95,7 +95,10 @@ class TwoPhaseDelete:
         return list_trash_leftovers(self.root)
 
     def empty_trash(self) -> None:
-        """Remove all entries of the trash that can be removed (see :meth:`list_left_in_trash`)."""
+        """Remove all entries of the trash that can be removed.
+
+        Afterwards, :meth:`list_left_in_trash` lists the entries that could not be removed.
+        """
         for name in self.list_left_in_trash():
             with suppress(CkptError):
                 if not list_mounts_in(self.folder / name):
@@ -104,7 +107,10 @@ class TwoPhaseDelete:
             self.lock_trash()
 
     def _remove_on_full_disk(self, path: Path) -> None:
-        """Remove *path* on a full disk, by renaming it to the trash folder if it is a folder."""
+        """Remove *path* on a full disk, on which no trash folder can be created.
+
+        A folder is renamed and becomes the trash folder, if possible.
+        """
         if path.is_dir():
             usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(
                 path / lock.LOCK_FILE
@@ -144,9 +150,9 @@ def list_trash_leftovers(root: Path) -> list[str]:
 
 
 def remove_empty_trash(root: Path) -> None:
-    """Remove an empty trash folder that a killed run left.
+    """Remove an empty trash folder that a killed run left in *root*.
 
-    The trash folder stays if another run has locked it, or if *root* is not writable.
+    The trash folder is not removed if another run has locked it, or if *root* is not writable.
     """
     if os.path.lexists(root / TRASH_FOLDER) and not list_trash_leftovers(root):
         with suppress(CkptError), lock_for_deletion(root):

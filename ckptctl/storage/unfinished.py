@@ -28,7 +28,7 @@ class PartialOutput:
 
     Attributes:
         root: The staging directory.
-        nbytes: Disk space of the output files, in bytes.
+        nbytes: Disk space that the output files use, in bytes.
         age: Seconds since the last entry of the journal.
     """
 
@@ -37,7 +37,7 @@ class PartialOutput:
     age: float
 
     def refusal_error(self, message: str, hint: str) -> UnfinishedWorkError:
-        """Build the error for partial output that would be discarded, with its size and age."""
+        """Build the error for discarding the partial output, which shows its size and age."""
         name = self.root.name.removeprefix(".").rpartition(".")[0]
         why = (
             f"it contains {format_bytes(self.nbytes)}, last written {format_seconds(self.age)} ago"
@@ -59,6 +59,6 @@ def find_partial_output(root: Path) -> PartialOutput | None:
 
 
 def count_allocated_bytes(folder: Path) -> int:
-    """Return the disk space of the files below *folder*, in bytes."""
+    """Return the disk space that the files below *folder* use, in bytes."""
     files = (entry for entry in folder.rglob("*") if entry.is_file())
     return sum(file.lstat().st_blocks * 512 for file in files)

@@ -1,4 +1,4 @@
-"""URLs as paths: detection, local ``file://`` URLs, and masking of secrets."""
+"""Detection and normalization of URLs, conversion of ``file://`` URLs, and masking of secrets."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from ckptctl.errors import UsageError
 
 SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
-"""A scheme, also a chain of schemes as in fsspec (``zip::s3://``), which is rejected later."""
+"""Pattern of a URL scheme, or of a chain of schemes (``zip::s3://``), which is rejected later."""
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL_SCHEMES = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
 HUB_SCHEME = "hf"
 HOSTLESS_SCHEMES = ("memory://",)
-"""Schemes for which fsspec treats ``x:///y`` as ``x://y``."""
+"""Schemes without a host, for which fsspec treats ``x:///y`` as ``x://y``."""
 URL_EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 MASK = "***"
 WEB_SCHEMES = ("http", "https")
 MIN_SECRET_LENGTH = 6
-"""Shortest secret to mask outside of a URL; shorter secrets may occur in words."""
+"""Minimum length of a secret that is masked outside of a URL.
+
+A shorter secret may occur by chance in other text.
+"""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
-"""A colon without a port, and an ``@`` after a slash that should have been ``%2F``."""
+"""Pattern of a URL whose password contains a slash that should have been ``%2F``."""
 _WEB_PASSWORD_WITH_SLASH = re.compile(
     r"(?!\[)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^/?#@]*[/?#].*@", re.DOTALL
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
 _QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
-"""Query of any URL in a text. All are masked, because clients spell the same URL differently."""
+"""Pattern of a URL query in a text.
+
+The queries of all URLs are masked, because clients format the same URL differently.
+"""
 FSSPEC_PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -47,7 +53,7 @@ FSSPEC_PACKAGES = {
 
 
 def to_path_text(path: str | os.PathLike[str]) -> str:
-    """Convert a path or URL to text, or raise for other types."""
+    """Convert a path or URL to a string, or raise if *path* has another type."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"{path!r} is not a path")
@@ -57,8 +63,8 @@ def to_path_text(path: str | os.PathLike[str]) -> str:
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a URL other than ``file://``.
 
-    A path with a colon is no URL: ``a:b/c`` has no ``://``, and ``./a://b`` does not start with a
-    scheme.
+    A path with a colon is not a URL, because ``a:b/c`` has no ``://`` and ``./a://b`` does not
+    start with a scheme.
     """
     text = to_path_text(path)
     return SCHEME.match(text) is not None and not normalize_scheme(text).startswith(LOCAL_SCHEMES)
@@ -119,31 +125,37 @@ def normalize_url(url: str) -> str:
 
 
 def parse_scheme(url: str) -> str:
-    """Return the scheme of *url* (of a chain the last one) in lower case, or an empty string."""
+    """Return the scheme of *url* in lower case, or an empty string if it has none.
+
+    The result is the last scheme of a chain such as ``zip::s3://``.
+    """
     match = SCHEME.match(url)
     return match[0].removesuffix("://").rpartition("::")[2].lower() if match else ""
 
 
 def mask_secrets(url: str) -> str:
-    """Mask credentials and remove the query of *url*, so that it can be shown."""
+    """Mask the credentials of *url* and remove its query, so that messages can show the URL."""
     scheme, user, address, _ = _split_url(url)
     return f"{scheme}{MASK}@{address}" if user else scheme + address
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Split a web URL into address and query including ``?`` (empty for other URLs)."""
+    """Split a web URL into its address and its query, including the ``?``.
+
+    The query of any other URL is empty.
+    """
     query = _split_url(url).query
     return url.removesuffix(query), query
 
 
 def extract_secrets(url: str) -> tuple[str, str]:
-    """Return the credentials and the query of *url*, which are empty if it has none."""
+    """Return credentials and query of *url*, each of which is empty if the URL has none."""
     _, user, _, query = _split_url(url)
     return user, query
 
 
 def hide_secrets(text: str, url: str) -> str:
-    """Mask the secrets of *url* (a password, a signed query) in *text*."""
+    """Mask the secrets of *url*, such as a password or a signed query, wherever *text* has them."""
     user, query = extract_secrets(url)
     if user and user != MASK:
         for spelling in _iterate_spellings(user):
@@ -161,7 +173,7 @@ def hide_secrets(text: str, url: str) -> str:
 
 
 def build_install_hint(scheme: str) -> str:
-    """Build the hint to install the fsspec package for a scheme."""
+    """Build the hint to install the fsspec package that supports URLs of *scheme*."""
     package = FSSPEC_PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for this scheme"
@@ -173,9 +185,9 @@ class _UrlParts(NamedTuple):
 
     Attributes:
         scheme: Scheme with ``://``, in lower case.
-        user: Credentials before the ``@`` if they are secret, or empty.
+        user: Credentials before the ``@``, or empty if they are not secret.
         address: Host and path.
-        query: Query of a web URL, with its ``?``.
+        query: Query of a web URL including its ``?``, or empty for other URLs.
     """
 
     scheme: str
@@ -214,5 +226,5 @@ def _hide_word(text: str, secret: str, min_length: int = MIN_SECRET_LENGTH) -> s
 
 
 def _iterate_spellings(secret: str) -> Iterator[str]:
-    """Yield *secret* as it is, and percent-encoded and decoded."""
+    """Yield *secret* unchanged, percent-encoded and percent-decoded, longest variant first."""
     yield from sorted(filter(None, {secret, unquote(secret), quote(secret)}), key=len, reverse=True)

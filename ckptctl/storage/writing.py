@@ -1,4 +1,4 @@
-"""Files that runs keep in a remote checkpoint: a lock, and a list of committed objects.
+"""Lock file and list of committed objects that runs store in a remote checkpoint.
 
 The lock records which run writes or deletes the checkpoint, and the progress of that run
 (:mod:`~ckptctl.remote.lock` acquires it). The list of objects is written just before the last file
@@ -21,29 +21,29 @@ from ckptctl.units import pluralize
 
 BUSY_MESSAGE = "another process is writing to the same destination"
 LOCK_NAME = ".ckptctl-writing"
-"""Name of the lock of a folder (:mod:`~ckptctl.remote.lock`)."""
+"""Name of the file that locks a remote folder (:mod:`~ckptctl.remote.lock`)."""
 LEASE_SECONDS = 300.0
 """Seconds since the last refresh of a lock after which its holder is considered dead."""
 LIVE_PROCESS_LEASE_SECONDS = 3600.0
-"""Lease of a process that still runs, and may be suspended or unable to remove its lock."""
+"""Lease in seconds if the holder still runs, because it may be suspended."""
 REMOVAL_NAME = ".ckptctl-removed"
-"""Name that stands for a deletion among the files of a lock; no such file ever exists."""
+"""Name that marks a lock as the lock of a deletion. No such file ever exists."""
 METADATA_NAME = ".metadata"
-"""File that is written last and makes a save complete."""
+"""Name of the file that is written last and makes a save complete."""
 OBJECTS_NAME = ".ckptctl-objects"
-"""List of the objects of a checkpoint, with their sizes and versions."""
+"""Name of the file that lists the objects of a checkpoint with their sizes and versions."""
 OWN_LOCK_TOKENS: set[str] = set()
-"""Tokens of the locks held by this process."""
+"""Tokens of the locks that this process holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedFile:
-    """Remote file, as uploaded or as listed.
+    """Size, version and digest of a remote file that was uploaded or listed.
 
     Attributes:
         size: Size in bytes.
         version: Version (ETag or generation) assigned by the store, or else its modification time.
-        digest: SHA-256 of its content, if a later run may reuse the upload.
+        digest: SHA-256 of its content, or empty if a later run must not reuse the upload.
     """
 
     size: int
@@ -53,16 +53,17 @@ class UploadedFile:
 
 @dataclass(frozen=True, slots=True)
 class LockRecord:
-    """Content of a lock.
+    """Content of the lock file of a remote folder.
 
     Attributes:
-        token: Unique token of the run.
+        token: Unique token of the run that wrote the lock.
         process: Process of the run, or None if the run released the lock and left files for a later
             run.
         names: Files that the run writes.
-        removed: Files that the run removes before writing; empty until the removal starts.
-        sent: Uploaded files that a later run can reuse.
-        doomed: Files of a checkpoint that is being deleted; empty until the deletion starts.
+        removed: Files that the run removes before writing, or empty before the removal starts.
+        sent: Uploaded files that a later run can reuse, by name.
+        doomed: Files of the checkpoint that the run deletes, by name, or empty before the deletion
+            starts.
     """
 
     token: str
@@ -74,7 +75,7 @@ class LockRecord:
 
     @property
     def is_deletion(self) -> bool:
-        """Whether the run deletes a checkpoint."""
+        """Whether the run that wrote the lock deletes a checkpoint."""
         return self.names == (REMOVAL_NAME,)
 
     def has_all_files(self, existing_names: Collection[str]) -> bool:
@@ -82,17 +83,17 @@ class LockRecord:
         return set(self.names) <= set(existing_names)
 
     def explains_files(self, existing_names: Collection[str]) -> bool:
-        """Return whether all *existing_names* may be left by this run, which has not finished."""
+        """Return whether the run is unfinished and may have left every file of *existing_names*."""
         expected_names = {*self.names, *self.removed, *self.doomed}
         return set(existing_names) <= expected_names and not self.has_all_files(existing_names)
 
     def to_bytes(self) -> bytes:
-        """Serialize the content of the lock."""
+        """Serialize the record to the JSON content of a lock file."""
         return json.dumps({"ckptctl": 1, **asdict(self)}).encode()
 
 
 def parse_lock(content: bytes) -> LockRecord | None:
-    """Parse the content of a lock, or return None if it is malformed."""
+    """Parse the content of a lock file, or return None if it is malformed."""
     try:
         record = json.loads(content)
         process = record["process"] and processes.Process(**record["process"])
@@ -129,7 +130,7 @@ class UnfinishedError(DamagedError):
 
 
 def find_unfinished_error(folder: TreePath) -> CkptError | None:
-    """Return an error if the checkpoint in *folder* must not be read, or None.
+    """Return an error if the checkpoint in *folder* must not be read, or None if it may be read.
 
     The lock of a dead run is ignored if all of its files exist, because the run then died after
     writing them or before changing anything. The lock of a dead deletion counts until the deleted
@@ -143,7 +144,10 @@ def find_unfinished_error(folder: TreePath) -> CkptError | None:
 
 
 def find_interrupted_deletion(folder: TreePath) -> Mapping[str, UploadedFile] | None:
-    """Return the files that a dead run was deleting from *folder*, or None if no run was."""
+    """Return the files that a dead run was deleting from *folder*, by name.
+
+    The result is None if no dead run was deleting *folder*.
+    """
     record = _read_dead_lock(folder)
     return record.doomed if record and record.is_deletion else None
 
@@ -211,7 +215,10 @@ def _lock_record_error(folder: TreePath, content: bytes, age: float) -> Unfinish
 def _half_removed_error(
     folder: TreePath, record: LockRecord, author: str
 ) -> UnfinishedError | None:
-    """Return the error for a checkpoint that a dead run has deleted in part, if not replaced."""
+    """Return the error for a checkpoint that a dead run has only partly deleted, or None.
+
+    The result is also None if other files have replaced the deleted files.
+    """
     has_remaining = any(is_unchanged(folder / name, file) for name, file in record.doomed.items())
     replaced = not has_remaining and any(item.name != LOCK_NAME for item in folder.iterdir())
     if not record.doomed or replaced:
@@ -223,9 +230,9 @@ def _half_removed_error(
 
 
 def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False) -> bool:
-    """Return whether the file at *path* has the size and version that were recorded.
+    """Return whether the file at *path* has the size and version recorded in *expected*.
 
-    The version of local files, and of files that were *moved* to another URL, is not compared.
+    The versions of local files and of files that were *moved* to another URL are not compared.
     """
     try:
         status = path.stat()
@@ -247,7 +254,7 @@ def encode_object_list(url: str, files: Mapping[str, UploadedFile]) -> bytes:
 
 
 def _changed_objects_error(folder: TreePath) -> CkptError | None:
-    """Return an error if an object differs from the committed one, or None."""
+    """Return an error if an object of *folder* differs from the committed object list, or None."""
     objects_file = folder / OBJECTS_NAME
     try:
         if not objects_file.is_file():

@@ -1,4 +1,4 @@
-"""Restricted YAML for configuration files: mappings, lists and plain values, without tags.
+"""Restricted YAML reader and writer for configuration files, without support for tags.
 
 PyYAML is installed with huggingface_hub. Its safe loader is restricted further: no dates, no
 base-60 numbers, no merge keys, and a value with an unknown tag becomes a dict that contains only
@@ -17,13 +17,13 @@ from ckptctl.storage.schema import read_as
 from ckptctl.units import pluralize
 
 MAX_TEXT_LENGTH = 1 << 20
-"""Maximum characters to parse; a configuration has a few thousand lines."""
+"""Maximum number of characters to parse. A configuration has a few thousand lines."""
 MAX_VALUES = 50_000
-"""Maximum number of values; values repeated by aliases count each time."""
+"""Maximum number of values. A value that aliases repeat is counted each time."""
 MAX_DEPTH = 64
-"""Maximum nesting levels; the scanner takes seconds for some hundreds of ``[`` and ``{``."""
+"""Maximum nesting depth. The scanner takes seconds for a few hundred nested ``[`` and ``{``."""
 MAX_PLAIN_LENGTH = 4096
-"""Maximum characters of an unquoted value, which is matched against patterns of numbers."""
+"""Maximum number of characters of an unquoted value, which is matched to number patterns."""
 TAG_KEY = "!"
 """Key of the dict that replaces a value with an unknown tag."""
 TOO_DEEP = "the values are nested too deeply"
@@ -62,7 +62,7 @@ def dump_yaml(values: Mapping[str, object]) -> bytes:
 
 
 def _require_few_events(text: str, loader: Any) -> None:
-    """Raise if the text has too many values or levels, before constructing any of them."""
+    """Raise if *text* has too many values or nesting levels, before any value is constructed."""
     import yaml
 
     values = depth = 0
@@ -80,7 +80,10 @@ def _require_few_events(text: str, loader: Any) -> None:
 
 
 def _require_small(content: object) -> None:
-    """Raise if *content* has too many values, which aliases may repeat, even without end."""
+    """Raise if *content* has too many values, counting the values that aliases repeat.
+
+    An alias may also refer to its own container.
+    """
     seen, waiting = 0, [content]
     while waiting:
         value = waiting.pop()
@@ -95,7 +98,7 @@ def _require_small(content: object) -> None:
 
 @cache
 def _build_loader() -> Any:
-    """Create the loader class, which only constructs the types of JSON."""
+    """Create a YAML loader class that only constructs the types that JSON has."""
     import yaml
 
     c_loader = getattr(yaml, "CSafeLoader", None)
@@ -136,7 +139,7 @@ def _start_flow_collection(loader: Any, token: Any) -> None:
 
 
 def _wrap_number(construct: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
-    """Wrap the constructor of a number to return base-60 numbers as text."""
+    """Wrap a constructor of numbers so that it returns base-60 numbers as text."""
 
     def construct_number(loader: Any, node: Any) -> object:
         text = loader.construct_scalar(node)
@@ -150,7 +153,7 @@ def _parse_tag_type(tag: str | None) -> str:
 
 
 def _construct_tagged(loader: Any, node: Any) -> object:
-    """Construct a dict with the unknown tag of a value, or a list for a Python tuple."""
+    """Construct a list for a Python tuple, or a dict that contains the unknown tag of a value."""
     if _parse_tag_type(node.tag) == "python/tuple" and node.id == "sequence":
         return loader.construct_sequence(node, deep=True)
     return {TAG_KEY: node.tag}

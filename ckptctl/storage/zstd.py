@@ -19,15 +19,15 @@ STEP_BYTES = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD_BYTES = 64
 MAX_DECOMPRESSED_BYTES = 256 << 20
-"""Maximum size of all decompressed values of a checkpoint, which are kept in memory, in bytes."""
+"""Maximum total size in bytes of the decompressed values of a checkpoint, kept in memory."""
 WINDOW_TOO_LARGE = "requires too much memory"
-"""Error of libzstd for a window of more than 128 MiB, which it does not write by default."""
+"""Error message of libzstd for a window of more than 128 MiB, which is not the default."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
-"""Modules for decompression, in order of preference."""
+"""Modules that can decompress Zstandard data, in order of preference."""
 
 
 class MemoryBudget:
-    """Budget of memory for the decompressed values of one checkpoint."""
+    """Memory budget in bytes for the decompressed values of one checkpoint."""
 
     def __init__(self) -> None:
         self.remaining_bytes = MAX_DECOMPRESSED_BYTES
@@ -48,7 +48,7 @@ class MemoryBudget:
 
 
 class _CompressedRange:
-    """Byte range of a file, as a stream that the decompression modules can read."""
+    """Stream interface to a byte range of a file, which the decompression modules read."""
 
     def __init__(self, files: SourceFiles, name: str, offset: int, nbytes: int) -> None:
         self._files = files
@@ -57,7 +57,7 @@ class _CompressedRange:
         self._end = offset + nbytes
 
     def read(self, size: int = -1) -> bytes:
-        """Read up to *size* bytes."""
+        """Read up to *size* bytes, or all remaining bytes if *size* is negative."""
         remaining = self._end - self._offset
         content = self._files.read(
             self._name, self._offset, remaining if size < 0 else min(size, remaining)
@@ -67,7 +67,7 @@ class _CompressedRange:
 
     @property
     def remaining_bytes(self) -> int:
-        """Number of remaining bytes."""
+        """Number of bytes of the range that have not been read."""
         return self._end - self._offset
 
     def skip_bytes(self, size: int, read_exactly: Callable[[int], bytes]) -> None:
@@ -108,13 +108,13 @@ def import_zstd(where: TreePath) -> ModuleType:
 def decompress_value(
     files: SourceFiles, name: str, offset: int, nbytes: int, extension: str, budget: MemoryBudget
 ) -> bytes:
-    """Decompress a byte range completely, as written by *extension*.
+    """Decompress a byte range that the DCP extension *extension* has written.
 
     Args:
         files: Files of the checkpoint.
         name: File name.
-        offset: First byte.
-        nbytes: Compressed bytes.
+        offset: File offset of the first compressed byte.
+        nbytes: Number of compressed bytes.
         extension: DCP extension descriptor.
         budget: Budget for the decompressed bytes.
 
@@ -166,7 +166,7 @@ def iterate_decompressed(
 
 
 def _require_complete_frames(source: _CompressedRange, where: str) -> None:
-    """Raise if the last frame is truncated, by walking block headers (RFC 8878, section 3.1)."""
+    """Raise if the last frame is truncated, according to the block headers (RFC 8878, 3.1)."""
 
     def read_exactly(size: int) -> bytes:
         content = source.read(size)
@@ -192,7 +192,10 @@ def _require_complete_frames(source: _CompressedRange, where: str) -> None:
 
 
 def _is_frame(module: ModuleType, head: bytes) -> bool:
-    """Return whether *head* starts a non-empty frame, or is all zeros (never written)."""
+    """Return whether *head* begins with a non-empty frame or consists of zeros.
+
+    A file that was never written contains only zeros.
+    """
     return not any(head) or (head.startswith(MAGIC) and not _is_empty_frame(module, head))
 
 

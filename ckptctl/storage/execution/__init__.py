@@ -1,1 +1,1 @@
-"""Execution of plans: tiles of bytes are copied by many threads, journaled, verified and synced."""
+"""Execution of plans by threads that copy tiles of bytes, journal, verify and sync them."""

@@ -31,8 +31,8 @@ class ExecutionOptions:
             there are not removed.
         direct: Whether to read contiguous ranges of uncached files with direct I/O, which does not
             add them to the page cache. Meant for files that only one process reads, once.
-        pace: Called by each thread with the bytes that it has just written; may wait to limit the
-            rate.
+        pace: Called by each thread with the number of bytes that it has just written, and may wait
+            to limit the write rate. None for no limit.
     """
 
     jobs: int = 0

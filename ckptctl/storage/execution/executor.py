@@ -1,4 +1,4 @@
-"""Execution of a plan: files are created at full size, filled in parallel, and synced.
+"""Execution of a plan, which creates files at full size, fills them in parallel and syncs them.
 
 A unit is one tile of a transfer, a raw copy or a check; a lane is the queue of units of one output
 file; a record is one tensor in an output file.

@@ -1,4 +1,4 @@
-"""Background threads that finish complete files: frames, syncs and uploads.
+"""Background threads that write the frames of complete files, sync them and upload them.
 
 Copying therefore does not wait for a disk or a network. Files take disk space until they are
 uploaded. A new file is only started while few files wait for their upload, so that a run needs disk
@@ -35,7 +35,7 @@ class Finisher:
     """Background threads that write frames, sync output files and upload them.
 
     Attributes:
-        crew: Threads of the finisher.
+        crew: Group of the background threads.
     """
 
     def __init__(

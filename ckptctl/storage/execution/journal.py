@@ -1,4 +1,4 @@
-"""Progress of a run: a ledger in memory, and a journal on disk to resume from.
+"""Ledger of a run in memory, and journal on disk from which a later run can resume.
 
 The ledger counts bytes of files and combines checksums of records and sources. The journal is a
 text file of lines ``<CRC-32 of the JSON, 8 hex digits> <JSON>``. The first line identifies the plan

@@ -30,7 +30,7 @@ class Unit(NamedTuple):
     """Tile of a transfer, raw copy or check, with the indices that identify it in the journal.
 
     Attributes:
-        transfer: Index of the transfer; raw copies and then checks are numbered after transfers.
+        transfer: Index of the transfer. Indices of raw copies and of checks follow in this order.
         number: Index of the tile in the transfer.
         tile: Reads and writes to execute.
         files: Source files that the tile reads.

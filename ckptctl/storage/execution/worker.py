@@ -1,4 +1,4 @@
-"""Execution of units: elements are read into a buffer, permuted, cast and written."""
+"""Execution of units, which reads elements into a buffer, permutes, casts and writes them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ListViews = Callable[[ScatterPattern, memoryview], Iterable[RunViews]]
 
 
 class Worker:
-    """Executor of units in one thread, one at a time, with its own buffers.
+    """Worker that executes units one at a time, in one thread and with separate buffers.
 
     Attributes:
         is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` locks the

@@ -1,1 +1,1 @@
-"""Reader and writer of ``torch.save`` zips, which are complete files or write items of DCP."""
+"""Reader and writer of ``torch.save`` zips, as complete files or as write items of DCP files."""

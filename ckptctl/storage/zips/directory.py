@@ -1,6 +1,6 @@
 """Strict reader of zip directories that only accepts unambiguous files.
 
-Source: PKWARE APPNOTE 6.3.10. Rejected are bytes before the first or after the last record,
+Source: PKWARE APPNOTE 6.3.10. The reader rejects bytes before the first or after the last record,
 comments, compression, encryption, several disks, duplicate names, overlapping records, gaps between
 records, local headers that disagree with the central directory, and records outside of the range.
 """
@@ -39,12 +39,12 @@ _DESCRIPTOR_SIZES = frozenset({12, 16, 20, 24})
 
 @dataclass(slots=True)
 class ZipRecord:
-    """Byte positions of one zip entry.
+    """Position, size and checksum of one zip entry.
 
     Attributes:
         offset: First byte of the data, relative to the start of the zip.
         nbytes: Size of the data in bytes.
-        crc32: Recorded CRC-32, meaningless if the zip has no checksums.
+        crc32: Recorded CRC-32 of the data, which is meaningless if the zip has no checksums.
         header: First byte of the local header, relative to the start of the zip.
         entry: First byte of the directory entry, relative to the start of the zip.
     """
@@ -61,9 +61,10 @@ class ZipDirectory:
     """Central directory of one zip.
 
     Attributes:
-        folder: Common prefix of all names, including the slash.
-        records: Records by full name.
-        checksums: False if every CRC is 0 although there is data.
+        folder: Common folder of all entries, including the slash.
+        records: Zip entries, by full name.
+        checksums: Whether the zip has checksums. False if every CRC-32 is 0 although an entry has
+            data.
     """
 
     folder: str
@@ -72,7 +73,7 @@ class ZipDirectory:
 
 
 class FileRange:
-    """Byte range of a file that contains a zip, with a cache that avoids many small reads."""
+    """Byte range of a file that contains a zip, with a cache to avoid many small reads."""
 
     def __init__(self, files: SourceFiles, name: str, base: int, length: int) -> None:
         self.files = files
@@ -88,20 +89,23 @@ class FileRange:
 
     @property
     def where(self) -> str:
-        """File name and offset, for errors."""
+        """File name and offset of the zip to show in errors."""
         path = str(self.files.root / self.name)
         return f"{path}, at byte {self.base:,}" if self.base else path
 
     def damaged_error(self, why: str) -> DamagedError:
-        """Build the error for a zip with missing or changed bytes."""
+        """Build the error for a zip whose bytes are missing or have changed."""
         return DamagedError("damaged zip", where=self.where, why=why)
 
     def malformed_error(self, why: str) -> UnsupportedError:
-        """Build the error for a zip that is malformed, but not by missing or changed bytes."""
+        """Build the error for a zip that is malformed although no bytes are missing or changed."""
         return UnsupportedError("malformed zip", where=self.where, why=why)
 
     def read_bytes(self, start: int, nbytes: int, min_read: int = 0) -> bytes:
-        """Read *nbytes* bytes from *start*, fetching at least *min_read* bytes at a time."""
+        """Read *nbytes* bytes from *start*, relative to the start of the zip.
+
+        At least *min_read* bytes are fetched and cached if the bytes are not in the cache.
+        """
         end = start + nbytes
         if start < 0 or end > self.length:
             raise self.damaged_error(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
@@ -117,7 +121,10 @@ class FileRange:
         return content[:nbytes]
 
     def read_record(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
-        """Read a record of at most *limit* bytes, and verify its CRC-32 if *checked* is set."""
+        """Read the data of a record of at most *limit* bytes.
+
+        The CRC-32 of the data is verified if *checked* is set.
+        """
         if record.nbytes > limit:
             raise self.malformed_error(
                 f"a record has {pluralize(record.nbytes, 'byte')}, but at most {limit:,} are "
@@ -182,7 +189,7 @@ def _find_folder(records: dict[str, ZipRecord], span: FileRange) -> str:
 
 
 def _read_end(span: FileRange) -> tuple[int, int, int]:
-    """Read the end record, and return start, size and entry count of the central directory."""
+    """Read the end record, and return offset, size and entry count of the central directory."""
     position = span.length - _END.size
     if position < 0:
         raise _missing_end_error(span, f"the file has {pluralize(span.length, 'byte')}")
@@ -217,7 +224,7 @@ def _read_end(span: FileRange) -> tuple[int, int, int]:
 
 
 def _missing_end_error(span: FileRange, why: str) -> DamagedError | UnsupportedError:
-    """Build the error for a truncated zip, or a file of another format, without an end record."""
+    """Build the error for a file without an end record, which is truncated or not a zip."""
     tail = span.read_bytes(max(0, span.length - TAIL_BYTES), min(TAIL_BYTES, span.length))
     if not any(tail):
         return span.damaged_error(f"{why} but with zeros: it was not written completely")
@@ -319,7 +326,10 @@ def _unsupported_entry_error(
 def _widen_fields(
     span: FileRange, extra: bytes, packed: int, nbytes: int, header: int
 ) -> tuple[int, int, int]:
-    """Replace fields that exceed 32 bits by their values in the zip64 extra field."""
+    """Return *packed*, *nbytes* and *header* with their 64-bit values from the zip64 extra field.
+
+    The zip64 field only contains the values that exceed 32 bits.
+    """
     pos = 0
     while pos + 4 <= len(extra):
         field_id, size = struct.unpack_from("<HH", extra, pos)
@@ -337,7 +347,7 @@ def _widen_fields(
 def _check_local_header(
     span: FileRange, header: int, raw: bytes, flags: int, crc: int, nbytes: int, nearby: bool
 ) -> int:
-    """Check a local header against its directory entry, and return the offset of the data."""
+    """Compare a local header with its directory entry, and return the offset of the data."""
     width = _LOCAL.size + len(raw)
     content = span.read_bytes(header, width, WINDOW_BYTES if nearby else HEAD_BYTES)
     sig, _, local_flags, method, _, local_crc, packed, size, names, extras = _LOCAL.unpack_from(

@@ -2,7 +2,7 @@
 
 A checkpoint of 512 ranks has half a million items. Most items of equal size differ only in their
 elements, checksum and serialization id. If all other bytes are equal to those of an item that was
-completely checked, an item is valid, too. This check takes one or two short reads.
+completely checked, an item is also valid. This check takes one or two short reads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_PATTERNS_PER_LENGTH = 8
 MAX_HEAD = MAX_TAIL = 4096
 MAX_SINGLE_READ_GAP = 8192
 NEXT_ITEM_BYTES = 1024
-"""Bytes to read after the end of an item, up to the elements of the next one."""
+"""Number of bytes after an item that usually contain the next item up to its elements."""
 ReadBytes = Callable[[str, int, int], bytes]
-"""Reads bytes of a file, given its name, the offset and the number of bytes."""
+"""Reads a byte range of a file, given the file name, the offset and the number of bytes."""
 _ID_RECORD = ".data/serialization_id"
 _FLAGS, _CRC = 6, 14
 _DESCRIPTOR_FLAG = 8
@@ -39,17 +39,17 @@ _ENTRY_CRC = 16
 
 @dataclass(frozen=True, slots=True)
 class ItemPattern:
-    """Bytes of a checked item that other valid items have in common with it.
+    """Bytes of a checked item that are equal in other valid items of the same size.
 
-    Elements, checksum and serialization id are not included.
+    Elements, their checksum and the serialization id may differ, so they are not included.
 
     Attributes:
         length: Size of the item in bytes.
-        head: Bytes before the elements.
-        tail_offset: Offset in the item of the tail, which is all bytes after the elements.
-        pieces: Start, end and content of the ranges of the tail that must be equal.
+        head: Bytes of the item before the elements.
+        tail_offset: Offset in the item of the tail, which contains all bytes after the elements.
+        pieces: Start, end and content of each byte range of the tail that must be equal.
         crc_offset: Offset in the tail of the CRC-32 of the elements.
-        element_range: Start and end in the item of the elements, which are not read.
+        element_range: Start and end in the item of the elements, which are never read.
     """
 
     length: int
@@ -60,7 +60,7 @@ class ItemPattern:
     element_range: tuple[int, int]
 
     def read_edges(self, read: ReadBytes, name: str, offset: int) -> tuple[bytes, bytes]:
-        """Read head and tail of the item at *offset*, or two empty strings if the read fails."""
+        """Read head and tail of the item at *offset*, or return empty bytes if a read fails."""
         head_length = len(self.head)
         try:
             if self.tail_offset - head_length <= MAX_SINGLE_READ_GAP:
@@ -107,17 +107,20 @@ class NeighborReader:
 def read_item_tensor(
     files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
 ) -> StoredTensor:
-    """Read a ``.distcp`` write item of one tensor (see :func:`read_item_by_pattern`)."""
+    """Read the tensor of a ``.distcp`` write item, without its elements.
+
+    Errors are the same as in :func:`read_item_by_pattern`.
+    """
     return shift_tensor(*read_item_by_pattern(files, name, offset, length, read))
 
 
 def read_item_by_pattern(
     files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
 ) -> tuple[StoredTensor, int, int]:
-    """Read an item, or find an earlier item that only differs in its elements.
+    """Read a write item, or find an earlier item that only differs from it in its elements.
 
-    This is as strict as :func:`read_archive`. An item with the pattern of an earlier item takes one
-    or two short reads, by *read* (by default, of *files*).
+    This is as strict as :func:`read_archive`. If the item has the pattern of an earlier item, one
+    or two short reads are enough. They call *read*, or read from *files* if *read* is None.
 
     Returns:
         A tensor, the offset to add to its positions in the file, and the CRC-32 of the item's
@@ -164,7 +167,8 @@ def require_matching_chunk(
 ) -> None:
     """Raise if the dtype and shape of a stored chunk of *name* differ from the metadata.
 
-    *dtype* and *sizes* are those of the metadata. *where* returns the location for the error.
+    *dtype* and *sizes* are recorded in the metadata. *where* returns the location to show in the
+    error.
     """
     if stored_chunk != (dtype, sizes):
         raise DamagedError(
@@ -177,9 +181,10 @@ def require_matching_chunk(
 def select_item_part(
     tensor: StoredTensor, item_part: ItemPart | None, sizes: tuple[int, ...]
 ) -> StoredTensor:
-    """Return the part *item_part* of the tensor with the shape *sizes*, or all of it if None.
+    """Return the part *item_part* of *tensor* with the shape *sizes*.
 
-    *sizes* may have leading dimensions of size 1 that the tensor does not have.
+    If *item_part* is None, the complete tensor is returned. *sizes* may have leading
+    dimensions of size 1 that the tensor does not have.
     """
     if item_part is None:
         return tensor
@@ -211,7 +216,7 @@ _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
 def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: ZipDirectory) -> None:
-    """Cache the pattern of a checked item, keeping the latest patterns of each item size."""
+    """Cache the pattern of a checked item, and evict the oldest patterns of the same item size."""
     pattern = _build_pattern(span, directory, tensor.storage)
     if pattern is None:
         return
@@ -222,7 +227,10 @@ def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: ZipDirector
 
 
 def shift_tensor(tensor: StoredTensor, shift: int, crc: int = 0) -> StoredTensor:
-    """Return a copy of *tensor* at an offset moved by *shift* bytes, with *crc* as CRC-32."""
+    """Return a copy of *tensor* whose file positions are moved by *shift* bytes.
+
+    If *tensor* has a CRC-32, it is replaced by *crc*.
+    """
     within = tensor.within
     return StoredTensor(
         tensor.dtype,
@@ -285,12 +293,12 @@ def _build_pattern(span: FileRange, directory: ZipDirectory, storage: str) -> It
 
 
 def _find_end(record: ZipRecord, records: list[ZipRecord]) -> int:
-    """Return the start of the next local header, or of the directory, after a record."""
+    """Return the offset at which the next local header or the directory follows a record."""
     following = [candidate.header for candidate in records if candidate.header > record.header]
     return min(following, default=min(candidate.entry for candidate in records))
 
 
 def _has_deferred_crc(span: FileRange, record: ZipRecord) -> bool:
-    """Return whether only the directory contains the checksum, because the local header has 0."""
+    """Return whether the local header of a record contains 0 instead of the CRC-32."""
     flags = int.from_bytes(span.read_bytes(record.header + _FLAGS, 2), "little")
     return bool(flags & _DESCRIPTOR_FLAG) and span.read_bytes(record.header + _CRC, 4) == bytes(4)

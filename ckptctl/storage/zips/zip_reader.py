@@ -29,31 +29,31 @@ from ckptctl.units import pluralize
 
 MAX_PICKLE_BYTES = 1 << 30
 BYTES_PER_VALUE = 16
-"""Maximum bytes of a pickle per value, for a file with a known number of values."""
+"""Maximum size in bytes of a pickle per value, if the maximum number of values is given."""
 _TORCH_UTILS = "torch._utils"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of files of torch before 1.6."""
+"""First bytes of a file that a torch version before 1.6 has saved."""
 _SAVE_AGAIN_HINT = "load it once with torch and save it again with `torch.save`"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of a file, with the byte range of its elements.
+    """Tensor in a file, described by dtype, layout and byte range of its elements.
 
     Attributes:
         dtype: Dtype, by its torch name.
-        shape: Shape.
+        shape: Shape of the tensor.
         strides: Strides in elements, or None if the tensor is contiguous.
         offset: File offset of the first element.
         nbytes: Bytes from the start of the first to the end of the last element.
-        crc32: CRC-32 of these bytes, if they are a complete, contiguous record and the file has
-            checksums.
-        storage: Key of the storage; tensors with the same storage share memory.
+        crc32: CRC-32 of these bytes, or None if they are not a complete, contiguous record or the
+            file has no checksums.
+        storage: Key of the storage, which is the same for tensors that share memory.
         requires_grad: Recorded value of ``requires_grad``.
-        within: Checksum of the record that contains these bytes, if *crc32* is None and the file
-            has checksums.
+        within: Checksum of the record that contains these bytes, or None if *crc32* is set or the
+            file has no checksums.
         unsupported: Reason why the elements cannot be read, or None. If set, *nbytes* is 0.
-        base: Tensor without *flags*, if only these are unsupported.
+        base: The same tensor without *flags*, or None if it is not supported for another reason.
         flags: Unsupported flags of the view, by their torch names.
     """
 
@@ -106,18 +106,18 @@ TABLE_WITH_UNREAD_TENSORS: GlobalsTable = {
         for name, build in REBUILDERS.items()
     },
 }
-"""Table for readers that also list tensors whose elements cannot be read."""
+"""Table of globals for readers that also list tensors whose elements cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """Content of one zip.
+    """Content of one ``torch.save`` zip.
 
     Attributes:
         root: Saved object, of plain values, inert records and :class:`StoredTensor` leaves. It may
             be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` accepted it).
-        checksums: Whether the zip has checksums; False if its writer disabled them.
-        storages: Records of storages by key, including unused ones.
+        checksums: Whether the zip has checksums, which its writer may have disabled.
+        storages: Zip records of all storages by key, including storages without tensors.
         pickle_nbytes: Size of ``data.pkl`` in bytes, which limits the number of values in *root*.
         folder: Folder of the entries: the stem of the file name passed to ``torch.save``, or
             ``archive`` if it was passed an open file.
@@ -144,7 +144,7 @@ def read_archive(
     Args:
         files: Files of the checkpoint.
         name: File name.
-        offset: First byte of the zip.
+        offset: File offset of the first byte of the zip.
         length: Size of the zip in bytes, or None if it ends with the file.
         unknown: Whether to raise for a global that is not in *table* (``refuse``) or to create
             records of it (``inert``).
@@ -206,11 +206,11 @@ class _StorageResolver:
         return storage
 
     def locate_tensor(self, view: TensorView) -> object:
-        """Locate a tensor in the file."""
+        """Return the tensor that *view* describes, with its byte range in the file."""
         return locate_tensor(view, self.directory, self.span)
 
     def list_records(self) -> dict[str, ZipRecord]:
-        """Return the records of all storages, by key."""
+        """Return the zip records of all storages, by storage key."""
         prefix = self.directory.folder + "data/"
         return {
             name[len(prefix) :]: record
@@ -239,7 +239,10 @@ def _require_record(key: str, nbytes: int, directory: ZipDirectory, span: FileRa
 
 
 def locate_tensor(view: TensorView, directory: ZipDirectory, span: FileRange) -> StoredTensor:
-    """Locate a tensor in the file, or raise if its storage is missing or has the wrong size."""
+    """Return the tensor that *view* describes, with its byte range in the file.
+
+    Raises an error if the storage of the tensor is missing or has the wrong size.
+    """
     record = _require_record(view.storage, view.storage_nbytes, directory, span)
     is_complete = view.strides is None and view.nbytes == record.nbytes
     begin = span.base + record.offset
@@ -261,9 +264,10 @@ def locate_tensor(view: TensorView, directory: ZipDirectory, span: FileRange) ->
 def read_zip_pickle(
     span: FileRange, directory: ZipDirectory, limit: int = MAX_PICKLE_BYTES
 ) -> bytes:
-    """Read ``data.pkl``, or raise if it exceeds *limit* bytes or the zip is of another kind.
+    """Read ``data.pkl`` of a zip that ``torch.save`` has written.
 
-    Big-endian files and TorchScript archives are rejected.
+    Raises an error if ``data.pkl`` exceeds *limit* bytes, or if the zip is a big-endian file or a
+    TorchScript archive.
     """
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
@@ -284,7 +288,7 @@ def read_zip_pickle(
 
 
 def _require_zip(span: FileRange) -> None:
-    """Raise an error that says what the file is, if it is not a zip."""
+    """Raise an error that names the kind of the file if it is not a zip."""
     head = span.read_bytes(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
         return

@@ -47,7 +47,7 @@ class ZipLayout:
 
     Attributes:
         size: Size of the zip in bytes.
-        data_offsets: First byte in the file of each storage's data.
+        data_offsets: File offset of the data of each storage.
     """
 
     size: int
@@ -83,16 +83,16 @@ class ZipLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """Frame of a zip (all bytes but storage data), for given sizes of pickle and storages.
+    """Frame of a zip, which is all bytes except storage data, for given pickle and storage sizes.
 
     The frame consists of pieces, which are separated by the data of storages.
 
     Attributes:
         size: Size of the zip in bytes.
-        data_offsets: First byte in the zip of each storage's data.
-        starts: First byte in the zip of each piece.
+        data_offsets: Offset in the zip of the data of each storage.
+        starts: Offset in the zip of each piece.
         fixed: Content of the pieces, with zeros for the pickle, the id and the CRCs that vary.
-        unchecked: Content of the pieces without checksums, in which all CRCs are 0.
+        unchecked: Content of the pieces if checksums are disabled, so that all CRCs are 0.
         pickle_offset: Position of the pickle in the first piece.
         id_offset: Position of the serialization id in the last piece.
         crc_positions: Positions of the CRCs of the pickle, the id and each storage, each as pairs
@@ -130,13 +130,16 @@ def compute_zip_layout(
 
 
 def _compute_id(pickle_crc: int, crcs: Sequence[int]) -> bytes:
-    """Compute a serialization id of 40 digits from the checksums of the content."""
+    """Compute a serialization id of 40 digits from the CRC-32 of pickle and storages."""
     combined = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs)) if crcs else 0
     return b"%020d%020d" % (pickle_crc, combined)
 
 
 class _FrameBuilder:
-    """Builder of a frame, to which records are appended. The data of a storage ends a piece."""
+    """Builder of a frame, to which records are appended in file order.
+
+    A new piece of the frame begins after the data of each storage.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -148,7 +151,10 @@ class _FrameBuilder:
         self.marks: list[tuple[tuple[int, int] | None, int]] = []
 
     def add_record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
-        """Append a record, without data if *content* is None, and return the data's offset."""
+        """Append a record, and return the offset of its data in the zip.
+
+        If *content* is None, the data of *nbytes* bytes is not part of the frame.
+        """
         raw = f"{self.folder}/{name}".encode()
         header = self.position
         flags = _DESCRIPTOR_FLAGS if nbytes else _NO_DESCRIPTOR_FLAGS
@@ -184,7 +190,7 @@ class _FrameBuilder:
         self.position += len(content)
 
     def append_directory(self) -> int:
-        """Append directory and end records, and return the offset of the directory in the piece."""
+        """Append directory and end records, and return the offset of the directory in its piece."""
         directory_offset, start = len(self.pieces[-1]), self.position
         size, count = len(self.directory), self.entries
         self.append_bytes(bytes(self.directory))
@@ -209,7 +215,10 @@ def _zip64_extra(values: Sequence[int]) -> bytes:
 
 
 def _local_extra(header: int, name_length: int, nbytes: int) -> bytes:
-    """Build the zip64 field, if needed, and the padding that aligns the data."""
+    """Build the extra field of a local header, with padding to align the data.
+
+    It also contains the zip64 field of a large entry.
+    """
     wide = [nbytes, 0] if nbytes >= _BIG else []
     wide += [header] if header >= _BIG else []
     extra = _zip64_extra(wide)
