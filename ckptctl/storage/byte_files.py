@@ -55,7 +55,7 @@ class ByteSource(ABC):
         return NO_OUTCOME
 
     def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return the preferred number of bytes to read at *offset*, close to *nbytes*."""
+        """Return a number of bytes close to *nbytes* that is efficient to read at *offset*."""
         return nbytes
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002

@@ -217,7 +217,7 @@ class InputTensor:
         )
 
     def read_all(self) -> torch.Tensor:
-        """Read the complete tensor in its own shape.
+        """Read the complete tensor, with its original shape instead of as a matrix.
 
         The result is cached and must not be modified. The size is not limited, so use this method
         only for tensors that are always small.
@@ -395,7 +395,7 @@ class StoredFile(ByteSource):
 
 
 class ComputedFile(ByteSource):
-    """Virtual file opened for reading."""
+    """Virtual file opened for reading, whose elements are computed by each read."""
 
     batches_pieces = True
 
@@ -433,7 +433,7 @@ class ComputedFile(ByteSource):
         return Outcome(losses, rounding)
 
     def choose_read_size(self, offset: int, nbytes: int) -> int:
-        """Return the preferred number of bytes to read at *offset*.
+        """Return a number of bytes close to *nbytes* that is efficient to read at *offset*.
 
         The range is extended to the end of a group of rows or of one row, unless it would then have
         more than 2 * *nbytes* bytes.
@@ -568,7 +568,7 @@ class RootReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this thread has read from stored files."""
+        """Number of bytes that this thread has read from stored files."""
         return self._opened.bytes_read
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:

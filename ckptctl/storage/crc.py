@@ -39,7 +39,7 @@ except ImportError:
     _fast = zlib.crc32
 
 crc32: Callable[..., int] = _fast
-"""``crc32(data, value=0)`` as in :mod:`zlib`."""
+"""Fastest available CRC-32 function, called as ``crc32(data, value=0)`` like :func:`zlib.crc32`."""
 
 POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -75,7 +75,7 @@ def _multiply_polynomials(a: int, b: int) -> int:
 _POWERS = tuple(
     accumulate(range(63), lambda power, _: _multiply_polynomials(power, power), initial=1 << 23)
 )
-"""x^(8·2^k) modulo the CRC polynomial, for k = 0 .. 63."""
+"""Powers x^(8·2^k) modulo the CRC polynomial for k = 0 .. 63, which append 2^k zero bytes."""
 
 
 @lru_cache(maxsize=4096)

@@ -178,7 +178,7 @@ def require_writable(target: Path) -> None:
 
 
 def count_free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that contains, or will contain, *path*."""
+    """Return the free bytes on the file system of *path*, which does not need to exist yet."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent

@@ -63,7 +63,7 @@ def describe_out_of_range(losses: Mapping[str, OutOfRange]) -> str:
 
 
 def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
-    """Raise if *losses* has any tensor with elements that became infinite, NaN or saturated."""
+    """Raise if any tensor in *losses* has elements that became infinite, NaN or saturated."""
     if losses:
         raise RefusedError(
             "elements became infinite, NaN or saturated",
@@ -99,12 +99,12 @@ class Rounding:
 
     @property
     def max_abs(self) -> Annotated[float, JsonField()]:
-        """Largest absolute difference between unquantized and dequantized elements."""
+        """Largest absolute difference."""
         return _round_digits(self.largest)
 
     @property
     def relative_rms(self) -> Annotated[float, JsonField()]:
-        """RMS of the differences, divided by the RMS of the unquantized elements."""
+        """Root mean square of the differences, divided by that of the unquantized elements."""
         return (
             _round_digits(math.sqrt(self.error_squares / self.reference_squares))
             if self.reference_squares

@@ -16,7 +16,7 @@ _ENDED_STATES = ("Z", "X")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Identity of a process.
+    """Identity of a process that stays unique when its PID is reused.
 
     Attributes:
         host: Host name, for messages.

@@ -75,7 +75,7 @@ class Staging:
         self._is_checkpoint = is_checkpoint
 
     def count_allocated_bytes(self) -> int:
-        """Return the disk space of the staged output, in bytes."""
+        """Return the disk space that the staged output uses, in bytes."""
         return count_allocated_bytes(self.data)
 
     def publish(self) -> list[str]:
@@ -174,7 +174,7 @@ def find_resumable_output(target: Path) -> PartialOutput | None:
 
 
 def get_data_directory(target: Path) -> Path:
-    """Return the folder in which the output for *target* is built."""
+    """Return the directory in the staging directory in which the output *target* is built."""
     return get_staging_directory(target) / DATA_NAME
 
 

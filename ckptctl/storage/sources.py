@@ -103,7 +103,7 @@ def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
 
 @contextmanager
 def raise_changed_if(check: Callable[[], None]) -> Iterator[None]:
-    """If the block fails, call *check*, which may raise `ChangedError` instead."""
+    """If the block raises `CkptError`, call *check*, which may raise `ChangedError` instead."""
     try:
         yield
     except CkptError:

@@ -250,7 +250,7 @@ class ByteCounter:
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Add *nbytes* to the total."""
+        """Add *nbytes* to the total number of bytes and report them to the progress bar."""
         with self._lock:
             self.total += nbytes
         if self._advance:

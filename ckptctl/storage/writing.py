@@ -248,7 +248,7 @@ def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False)
 
 
 def encode_object_list(url: str, files: Mapping[str, UploadedFile]) -> bytes:
-    """Serialize the list of objects of a checkpoint at *url*."""
+    """Serialize the list of objects of the checkpoint at *url* to JSON."""
     objects = {name: [file.size, file.version] for name, file in sorted(files.items())}
     return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()
 

@@ -21,7 +21,7 @@ HEAD_BYTES = 64
 MAX_DECOMPRESSED_BYTES = 256 << 20
 """Maximum total size in bytes of the decompressed values of a checkpoint, kept in memory."""
 WINDOW_TOO_LARGE = "requires too much memory"
-"""Error message of libzstd for a window of more than 128 MiB, which is not the default."""
+"""Text in the libzstd error for a window of more than 128 MiB, which is not the default."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """Modules that can decompress Zstandard data, in order of preference."""
 
@@ -87,7 +87,9 @@ def is_zstd(extension: str) -> bool:
 
 
 def import_zstd(where: TreePath) -> ModuleType:
-    """Import a module for decompression. *where* is the checkpoint to name in the error.
+    """Import the preferred installed module that can decompress Zstandard data.
+
+    *where* is the checkpoint to show in the error.
 
     Raises:
         MissingPackageError: No such module is installed.

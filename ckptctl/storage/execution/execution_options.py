@@ -11,7 +11,7 @@ from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.threads import Advance, get_default_thread_count
 
 ARITHMETIC_BYTES = 224 * MIB
-"""Total size of the buffers for arithmetic, in bytes."""
+"""Total size in bytes of the buffers in which elements are permuted or cast."""
 MIN_THREAD_BYTES = 64 << 10
 """Minimum size of a thread's buffer, in bytes."""
 

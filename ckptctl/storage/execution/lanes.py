@@ -128,7 +128,7 @@ class LaneScheduler:
             return lane
 
     def _join_longest_lane(self, lanes: list[Lane]) -> Lane | None:
-        """Return the lane with the most remaining bytes per thread, or None if no lane is suitable.
+        """Join the lane with the most remaining bytes per thread, or return None.
 
         Only lanes that one more thread speeds up are suitable. The calling thread is counted as a
         worker of the returned lane.

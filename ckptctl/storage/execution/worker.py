@@ -74,11 +74,11 @@ class Worker:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from stored source files."""
+        """Number of bytes that this thread has read from stored source files."""
         return self._files.bytes_read
 
     def close(self) -> None:
-        """Close the files of the thread."""
+        """Close all files that the thread has opened."""
         self._files.close()
 
     def execute_unit(self, unit: Unit) -> FinishedUnit:

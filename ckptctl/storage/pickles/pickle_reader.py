@@ -123,7 +123,7 @@ def load_pickle(
     hook: Hook | None = None,
     max_values: int | None = None,
 ) -> object:
-    """Read one pickle.
+    """Read one pickle without importing or calling the globals that it names.
 
     Args:
         data: Bytes of the pickle, which must end with its STOP opcode.

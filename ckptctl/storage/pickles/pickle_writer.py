@@ -82,7 +82,7 @@ class _PickleWriter:
         self.out = bytearray()
         self.emit = self.out.extend
         self.size = 0
-        """Number of memo entries."""
+        """Number of entries in the memo."""
         self.strings: dict[str, int] = {}
         self.globals: dict[Global, int] = {}
         self.objects: dict[int, int] = {}

@@ -98,7 +98,7 @@ class TensorView:
 
 @dataclass(slots=True, eq=False)
 class StorageRef:
-    """Storage declared by a persistent id.
+    """Storage that a persistent id of a pickle declares.
 
     Attributes:
         key: Name of the storage's record in the zip.

@@ -58,7 +58,7 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """Central directory of one zip.
+    """Parsed central directory of one zip.
 
     Attributes:
         folder: Common folder of all entries, including the slash.

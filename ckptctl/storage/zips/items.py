@@ -28,7 +28,7 @@ MAX_PATTERNS_PER_LENGTH = 8
 MAX_HEAD = MAX_TAIL = 4096
 MAX_SINGLE_READ_GAP = 8192
 NEXT_ITEM_BYTES = 1024
-"""Number of bytes after an item that usually contain the next item up to its elements."""
+"""Number of bytes to read after an item, usually enough for the next item up to its elements."""
 ReadBytes = Callable[[str, int, int], bytes]
 """Reads a byte range of a file, given the file name, the offset and the number of bytes."""
 _ID_RECORD = ".data/serialization_id"
@@ -299,6 +299,6 @@ def _find_end(record: ZipRecord, records: list[ZipRecord]) -> int:
 
 
 def _has_deferred_crc(span: FileRange, record: ZipRecord) -> bool:
-    """Return whether the local header of a record contains 0 instead of the CRC-32."""
+    """Return whether the CRC-32 of a record follows its data and its local header contains 0."""
     flags = int.from_bytes(span.read_bytes(record.header + _FLAGS, 2), "little")
     return bool(flags & _DESCRIPTOR_FLAG) and span.read_bytes(record.header + _CRC, 4) == bytes(4)
