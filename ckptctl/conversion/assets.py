@@ -37,16 +37,16 @@ CONFIG, PARAMS = "config.json", "params.json"
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Configuration and sidecar files for the output of a conversion.
+    """Configuration and sidecar files that a conversion writes next to the output tensors.
 
     Attributes:
-        roots: Source directory of each sidecar file.
-        sizes: Sizes of the sidecar files in bytes.
+        roots: Source directory of each sidecar file, by relative file name.
+        sizes: Size of each sidecar file in bytes, by relative file name.
         documents: Parsed ``config.json`` and ``params.json``, or only those in the folder of
             ``--assets`` if it contains any.
         others: Other files in the source directories, with the reasons why they are not copied.
-        changed: Names of documents that differ from their files.
-        described: All descriptions of the model, including those that ``--assets`` replaces.
+        changed: Names of documents whose contents differ from the files on disk.
+        described: All descriptions of the model, including config files that ``--assets`` replaces.
     """
 
     roots: Mapping[str, TreePath]
@@ -127,7 +127,11 @@ def _require_folder(root: TreePath) -> TreePath:
 def gather_assets(
     catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()
 ) -> Assets:
-    """Collect the sidecar files of a checkpoint. Files in *directory* replace those of its root."""
+    """Collect the sidecar files of a checkpoint.
+
+    A file in *directory*, the folder of ``--assets``, replaces the file of the same name in the
+    root of the checkpoint. *globs* select further files to copy.
+    """
     root, config_prefix = catalog.root, f"{HF_CONFIG_FOLDER}/"
     folders: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
@@ -174,8 +178,8 @@ def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence
     """Add the skipped files that match one of *globs* to *assets*.
 
     Args:
-        assets: Sidecar files, and the other files of their folders.
-        roots: Folders of the other files; a later folder takes precedence.
+        assets: Sidecar files that are copied, and files in their folders that are not copied yet.
+        roots: Folders to search for skipped files; a later folder takes precedence.
         globs: Patterns for relative paths. ``*`` also matches slashes, but not the leading dot of
             a hidden file or folder.
     """
@@ -209,7 +213,10 @@ def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence
 
 
 def _iterate_files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files in *names*, and all files in folders in *names*, except links to outside."""
+    """Yield the files among *names*, and all files in the folders among *names*.
+
+    Symbolic links that lead outside *root* are skipped.
+    """
     for name in names:
         item = root / name
         items = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
@@ -219,5 +226,8 @@ def _iterate_files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
 
 
 def _matches_glob(name: str, glob: str) -> bool:
-    """Check if *glob* matches a path. Leading dots must be matched explicitly."""
+    """Check if *glob* matches the relative path *name*.
+
+    The leading dot of a hidden file or folder is not matched by a wildcard.
+    """
     return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")

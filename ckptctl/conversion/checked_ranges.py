@@ -23,7 +23,7 @@ from ckptctl.tree import TreePath
 
 Reader = TypeVar("Reader", int, str)
 Ranges = list[tuple[int, int, Reader]]
-"""Start, length and reader of each range."""
+"""Start and length of each range that is read, and the reader that reads it."""
 
 
 def find_checked_transfers(
@@ -33,8 +33,8 @@ def find_checked_transfers(
 
     Args:
         transfers: Transfers of the plan.
-        partly: Whether transfers may write only a part of a tensor. Checksums of ranges that are
-            not read completely are not compared.
+        partly: Whether a transfer may write only some elements of a tensor. The checksum of a
+            byte range is then compared only if the complete range is read.
 
     Returns:
         Pairs of a transfer's index and the name of a stored tensor that the transfer verifies.
@@ -57,7 +57,7 @@ def find_checked_transfers(
 
 
 def has_recorded_checksums(entry: TensorEntry) -> bool:
-    """Check if checksums are recorded for a tensor that is stored in row-major order."""
+    """Check if a tensor is stored in row-major order and has recorded checksums."""
     if isinstance(entry.extents, ExtentColumns):
         return entry.extents.crcs is not None
     return any(extent.recorded_checksum for extent in entry.extents) and not any(
@@ -67,9 +67,9 @@ def has_recorded_checksums(entry: TensorEntry) -> bool:
 
 
 def _is_written_once(transfer: Transfer, partly: bool) -> bool:
-    """Check if the written boxes cover each element once. Repeated boxes count once.
+    """Check if the boxes that a transfer writes cover each element exactly once.
 
-    With *partly*, elements may also be uncovered.
+    Identical boxes count as one. If *partly* is true, some elements may remain uncovered.
     """
     boxes = dict.fromkeys(Box(target.start, target.sizes) for target in transfer.targets)
     if not partly and sum(box.numel for box in boxes) != math.prod(transfer.tensor.shape):
@@ -84,7 +84,10 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
 
 
 def _find_uncheckable_readers(ranges: Ranges[Reader]) -> set[Reader]:
-    """Find readers whose range is unknown, or that read an element after another reader."""
+    """Find readers that cannot verify checksums.
+
+    Their range is unknown, or another reader has already read an element of their range.
+    """
     overlapping, end = set[Reader](), 0
     for start, count, reader in sorted(ranges):
         if reader not in overlapping:
@@ -96,7 +99,7 @@ def _find_uncheckable_readers(ranges: Ranges[Reader]) -> set[Reader]:
 
 
 def _to_element_range(part: Part) -> tuple[int, int]:
-    """Return start and length of a contiguous part, in elements. Other parts have length 0."""
+    """Return the start and length of *part* in elements, with length 0 if it is not contiguous."""
     strides = compute_row_major_strides(part.entry.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1
@@ -118,7 +121,8 @@ def plan_checksum_verification(
         computed: Virtual files that the transfers read, by name.
 
     Returns:
-        Pairs as from :func:`find_checked_transfers`, and recorded ranges with their gaps.
+        Pairs of transfer index and tensor name, as returned by :func:`find_checked_transfers`, and
+        the recorded ranges to verify, with the gaps that are read only for the checksum.
     """
     checked, entries = find_checked_transfers(transfers), list_read_entries(transfers)
     byte_ranges, complete = _collect_checked_bytes(entries, transfers, checked)
@@ -159,10 +163,10 @@ def _collect_checked_bytes(
     transfers: Sequence[Transfer],
     checked: Iterable[tuple[int, str]],
 ) -> tuple[dict[RecordedRange, Ranges[str]], set[str]]:
-    """Collect the bytes that transfers read in each recorded range, with the names of tensors.
+    """Collect the byte ranges that transfers read in each recorded range, with tensor names.
 
-    Also return the names of tensors that are read completely. For such a tensor, only recorded
-    ranges that other tensors may share are collected.
+    Also return the names of tensors that are read completely. Of their recorded ranges, only ranges
+    that other tensors may share are collected.
     """
     parts: dict[str, list[Part]] = {}
     for number, name in checked:
@@ -199,7 +203,7 @@ def _collect_checked_bytes(
 def _iterate_gaps(
     recorded: RecordedRange, byte_ranges: Iterable[tuple[int, int, str]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each gap in a recorded range, relative to the range."""
+    """Yield the start and length in bytes of each gap, relative to the start of *recorded*."""
     end = recorded.offset
     for offset, nbytes, _ in sorted(byte_ranges):
         if offset > end:

@@ -1,4 +1,4 @@
-"""Preflight checks of a conversion: options, source and output names, casts to float8."""
+"""Preflight checks of a conversion's options, source path, destination name and float8 casts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptctl.units import format_bytes, pluralize
 
 
 def require_valid_options(options: ConversionOptions, target: WritableFormat) -> None:
-    """Raise if options conflict or do not apply to the target."""
+    """Raise if options conflict with each other or do not apply to the target format."""
     if options.memory is not None:
         threads = options.to_execution_options().threads
         min_bytes = MIN_THREAD_BYTES * threads
@@ -79,7 +79,7 @@ def require_valid_options(options: ConversionOptions, target: WritableFormat) ->
 
 
 def _require_supported_options(options: ConversionOptions, target: WritableFormat) -> None:
-    """Raise if an option is given that only applies to other formats."""
+    """Raise if an option is set that only applies to formats other than *target*."""
     unsupported = {
         "--max-shard-size": options.max_shard_size is not None and not target.sharded,
         "--like": options.like is not None and not target.sharding_options,
@@ -123,7 +123,10 @@ def require_existing_source(src: str | TreePath, dst: str | TreePath) -> TreePat
 
 
 def require_matching_suffix(destination: TreePath, target: WritableFormat) -> None:
-    """Raise if the destination's suffix does not fit *target*, such as ``.pt`` for a folder."""
+    """Raise if the suffix of *destination* does not match *target*.
+
+    An example is the suffix ``.pt`` for a format whose checkpoints are folders.
+    """
     folder, is_safetensors = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and is_safetensors:
         raise UsageError(
@@ -155,7 +158,10 @@ def refuse_unscaled_float8(
     catalog: Catalog,
     tensors: Sequence[OutputTensor],
 ) -> None:
-    """Raise if weights would be cast to float8 without scales."""
+    """Raise if weights would be cast to float8 without scales.
+
+    The option ``--allow-overflow`` disables this check.
+    """
     if options.allow_overflow:
         return
     narrow = {

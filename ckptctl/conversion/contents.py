@@ -1,4 +1,4 @@
-"""Tensors and other values of the output: names, dtypes, key paths and shared memory."""
+"""Names, dtypes, key paths and shared memory of the output's tensors and other values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
 def build_layout_request(draft: Draft) -> LayoutRequest:
-    """Build the request for a change of layout from the options and the target."""
+    """Build the layout change request from the options and target format of *draft*."""
     options, target, root = draft.options, draft.target, draft.model.root
     # `--tied copy` is also accepted for a model without tied tensors.
     shares_memory = any(entry.alias_of for entry in draft.catalog.tensors.values())
@@ -142,9 +142,10 @@ def plan_output_tensors(draft: Draft) -> Draft:
 def _select_blobs(
     draft: Draft, catalog: Catalog, excluded_names: Collection[str]
 ) -> tuple[list[Blob], list[str]]:
-    """Select the model's non-tensor values for the output.
+    """Select the model's non-tensor values that are written to the output.
 
-    Also return the names of values that the target layout cannot store.
+    Values named in *excluded_names* are skipped. Also return the names of values that the target
+    layout cannot store.
     """
     root, target, keeps_names = draft.model.root, draft.target, draft.includes_training_state
     selected: list[Blob] = []
@@ -216,8 +217,8 @@ def _assign_paths(
 ) -> dict[str, Path]:
     """Assign a key path to each of the model's target tensors.
 
-    If names are unchanged, key paths are unchanged, too. If names change, the model becomes a flat
-    state dict, inside the container of the source if prefixes are kept.
+    Key paths only change if tensor names change. The model then becomes a flat state dict, which
+    stays inside the source's container dictionary if prefixes are kept.
     """
     paths: dict[str, Path] = {}
     read_keys: set[str] = set()
@@ -264,8 +265,8 @@ def build_output_tensors(
         mapped: Target tensors by name.
         entries: Tensors of the source by name.
         paths: Key path of each target tensor.
-        dtype: Dtype that floating-point tensors are cast to, or None to keep theirs.
-        pinned: Names of the family's tensors that are not cast.
+        dtype: Dtype that floating-point tensors are cast to, or None to keep their dtypes.
+        pinned: Names of tensors that keep their dtype because the model family requires it.
         aliases: Whether tensors copied from the same memory share memory in the output.
     """
     first_keys: dict[object, str] = {}
@@ -291,7 +292,7 @@ def build_output_tensors(
 
 
 def _build_memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
-    """Return a key that is equal for tensors copied from the same memory."""
+    """Return a hashable key that is equal for output tensors copied from the same memory."""
     if not composed.tensor.parts and not composed.is_rename:
         return composed.key
     read = (entries[source.key] for source in composed.sources)
@@ -305,7 +306,10 @@ def _choose_dtype(
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
-    """Choose the dtype of an output tensor. Raise if its parts would have different dtypes."""
+    """Choose the dtype of the output tensor *key*.
+
+    Raise if the source tensors that it is composed of would have different dtypes.
+    """
     chosen = ""
     for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
@@ -338,12 +342,15 @@ def _mixed_dtypes_error(
 
 
 def choose_cast_dtype(source: str, dtype: str | None) -> str:
-    """Return the dtype after ``--dtype``, which only casts floating-point tensors."""
+    """Return the dtype that a tensor of dtype *source* has after the cast to *dtype*.
+
+    Only floating-point tensors are cast. None means no cast.
+    """
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
 
 
 def find_main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
-    """Return the floating-point dtype with the most bytes, or None if there is none."""
+    """Return the floating-point dtype that most bytes have, or None if no tensor is floating."""
     total: dict[str, int] = {}
     for tensor in tensors:
         if dtypes.BY_NAME[tensor.dtype].floating:
@@ -354,13 +361,13 @@ def find_main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None
 def _decide_memory_sharing(
     draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]
 ) -> bool:
-    """Decide whether tensors that share memory in the source share it in the output.
+    """Decide whether tensors that share memory in the source also share memory in the output.
 
-    Add a note if they are written as separate copies.
+    Add a note if such tensors are written as separate copies.
 
-    Loaders of `hf` would miss one of the tensors unless the configuration states that they are
-    tied. Tied tensors of a known family were dropped before. The factors of an adapter are never
-    shared, because they are trained separately.
+    In the `hf` format, loaders would not find one of the tensors unless the configuration states
+    that they are tied. Tied tensors of a known family have already been dropped at this point.
+    Low-rank factors of an adapter never share memory, because they are trained separately.
     """
     options, target, family = draft.options, draft.target, draft.change.family
     is_adapter = target.adapters or (family is not None and family.partial)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @option_group
 class _SourceFormatOptions(Options):
-    """Format of the source."""
+    """Option for the format of the source checkpoint."""
 
     from_format: opt.From = None
 
 
 @option_group
 class _TargetFormatOptions(Options):
-    """Format of the output."""
+    """Option for the format of the output checkpoint."""
 
     to: opt.To
 
@@ -222,7 +222,10 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
     ] = None
 
     def with_target_format(self, to: str, **changed: Any) -> ConversionOptions:
-        """Return options for a conversion to format *to*, with *changed* fields."""
+        """Return a copy of the options for a conversion to format *to*.
+
+        Keyword arguments replace further fields.
+        """
         current_values = {
             option.name: getattr(self, option.name) for option in fields(WriteOptions)
         }
@@ -263,7 +266,7 @@ class ConversionOptions(WriteOptions, _TargetFormatOptions):
 
 @option_group
 class _MergeTargetOptions(Options):
-    """Format of the output and scale of the adapter."""
+    """Options for the output format and the adapter scale of a merge."""
 
     to: Annotated[
         str | None,
@@ -286,7 +289,7 @@ class MergeOptions(WriteOptions, _MergeTargetOptions):
 
 @option_group
 class _ConsolidationTargetOptions(Options):
-    """Destination and contents of a consolidation."""
+    """Options for the destination and contents of a consolidation."""
 
     dst: Annotated[
         checks.AnyPath | None,
@@ -319,7 +322,7 @@ class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
     """Options of a consolidation (``ckptctl consolidate --help``)."""
 
     def __post_init__(self) -> None:
-        """Check all values, and that ``--metadata-only`` is not combined with other options."""
+        """Check all values, and raise if ``--metadata-only`` is combined with other options."""
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
@@ -340,7 +343,7 @@ class ConsolidationOptions(WriteOptions, _ConsolidationTargetOptions):
                 )
 
     def to_conversion_options(self) -> ConversionOptions:
-        """Return the options of the equivalent conversion."""
+        """Return the options of a conversion with the same effect as this consolidation."""
         only: opt.Part = "all" if self.optimizer else "model"
         return self.with_target_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
 
@@ -350,4 +353,4 @@ NON_CONSOLIDATION_OPTIONS = (
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
-"""Options that consolidation does not have, because it keeps the trainer's names and sizes."""
+"""Conversion options that ``consolidate`` lacks, because it keeps tensor names and sizes."""

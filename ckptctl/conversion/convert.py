@@ -66,7 +66,7 @@ __all__ = [
 def plan_conversion(
     src: str | TreePath, dst: str | TreePath, options: ConversionOptions
 ) -> ConversionPlan:
-    """Plan a conversion. Writes nothing."""
+    """Plan a conversion of *src* to *dst*, without writing anything."""
     with families.use_converter_file(options.converter):
         return plan_with_steps(src, dst, options)
 

@@ -1,4 +1,4 @@
-"""Destinations of outputs: preflight checks, and checkpoints that ``--overwrite`` may replace."""
+"""Destination of an output, and checks that it is free or may be overwritten."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def require_destination(
     """Check that an output may be created at *target*, and return the destination.
 
     Args:
-        source: Source of the output.
+        source: Path of the source checkpoint, which the destination must not overlap.
         target: Path or URL as typed by the user.
         overwrite: Whether an existing checkpoint may be replaced.
         is_checkpoint: Function that checks if an existing path may be replaced.
@@ -87,13 +87,13 @@ def require_destination(
 
 
 def is_replaceable(path: TreePath) -> bool:
-    """Check if *path* is a checkpoint without unrelated files.
+    """Check if *path* is a checkpoint that contains no unrelated files, so it may be replaced.
 
     A directory must match a format and contain only the files of that format, known sidecar files,
-    files that its manifest lists as copied, and notes of programs. A project folder with a single
-    weight file is not a checkpoint. A file must have the suffix of a checkpoint or be readable as
-    one, because office documents are zip files, too. Damaged checkpoints and per-rank shards
-    without metadata may be replaced.
+    files that its manifest lists as copied, and notes of other programs. A project folder with a
+    single weight file is not a checkpoint. A file must have the suffix of a checkpoint or be
+    readable as a checkpoint, because office documents are zip files, too. Damaged checkpoints and
+    per-rank shards without metadata may be replaced.
 
     Raises:
         RefusedError: The checkpoint contains unrelated files.
@@ -127,7 +127,7 @@ def is_replaceable(path: TreePath) -> bool:
 
 
 def _list_sidecar_names(path: TreePath) -> tuple[Collection[str], list[str]]:
-    """Return the names of sidecar files in a folder, and of unrelated files.
+    """Return the names of the sidecar files and of the unrelated files in a folder.
 
     If the checkpoint cannot be read, its files are recognized by their names.
     """
@@ -140,7 +140,7 @@ def _list_sidecar_names(path: TreePath) -> tuple[Collection[str], list[str]]:
 
 
 def _iterate_files(path: TreePath, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names*, with folders replaced by the files in them."""
+    """Yield the files among *names*, and all files in the folders among *names*."""
     for name in names:
         items = (path / name).rglob("*") if name.endswith("/") else ()
         yield from (str(item.relative_to(path)) for item in items if not item.is_dir())

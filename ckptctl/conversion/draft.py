@@ -1,4 +1,4 @@
-"""Draft of a conversion, which the stages of planning complete."""
+"""Draft of a conversion plan, which the planning stages complete step by step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Quantization:
 
     Attributes:
         original_tensors: The tensors of the output before quantization.
-        parts: Name of the unquantized tensor, by name of each quantized tensor and scale tensor.
-        config: The ``quantization_config`` for config.json.
+        parts: Maps the name of each quantized tensor and each scale tensor to the name of the
+            original tensor that it is computed from.
+        config: Value of the field ``quantization_config`` in the output's config.json.
     """
 
     original_tensors: tuple[OutputTensor, ...]
@@ -36,12 +37,12 @@ class Quantization:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the weights that are quantized."""
+        """Names, before quantization, of the weights that are quantized."""
         return tuple(dict.fromkeys(self.parts.values()))
 
     @property
     def unquantized(self) -> tuple[OutputTensor, ...]:
-        """Matrices, and stacks of matrices, that are not quantized."""
+        """Output tensors that are matrices or stacks of matrices and are not quantized."""
         quantized = set(self.weights)
         return tuple(
             tensor
@@ -52,34 +53,36 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Plan of a conversion under construction. Each stage or step takes and returns a draft.
+    """Incomplete plan of a conversion. Each planning stage takes a draft and returns a new one.
 
-    Fields are grouped by the function that sets them first. Until then they are empty, except
-    *model* and *located*, which start as the opened checkpoint. Later steps may change them.
+    Fields are grouped by the function that sets them first. Before that function has run, a field
+    is empty, except *model* and *located*, which start as the opened checkpoint. Later steps may
+    change any field.
 
     Attributes:
         options: Options of the conversion. Set by ``open_draft``, as are the next six fields.
         target: Output format.
         destination: Destination of the output.
-        source: Catalog of the source as it was opened. No step changes it.
+        source: Catalog of the source as it was opened, which no step changes.
         assets: Configuration and sidecar files. Steps may change them.
-        model: Checkpoint after the steps so far. ``understand_model`` adds its model type, layout
-            and prefix.
+        model: Checkpoint as changed by the steps that have run. ``understand_model`` adds the model
+            type, layout and prefix.
         located: Catalog of the same checkpoint in which the bytes to read are located, with virtual
             tensors. Set by ``list_output_tensors``. Earlier steps use *catalog*.
         notes: Notes for the user.
         like: Catalog of the ``--like`` checkpoint, whose sharding is reused, or None.
         base: Catalog of the checkpoint that supplies missing tensors, or None. Set by
             ``--fill-from``, as are the next two fields.
-        filled_from: Names in *base* of the tensors taken from there, by name in *catalog*. If
-            several tensors of *base* are merged into one, the name of the first.
-        origins: Names in *source* of tensors that ``--fill-from`` renamed, by name in *catalog*.
+        filled_from: Maps the name in *catalog* of each tensor that is read from *base* to its name
+            in *base*. If several tensors of *base* are merged, it is the name of the first.
+        origins: Maps the name in *catalog* of each tensor that ``--fill-from`` renamed to its name
+            in *source*.
         selection: Tensors and other values to convert. Set by ``select_tensors``, as are the next
             two fields.
         expected_names: Names of all tensors that the model should have, selected or not.
         missing: Names of absent or incomplete items that cannot be converted, with reasons.
         change: Mapping of the model's tensors to the target layout. Set by ``plan_layout_change``.
-        mapped: Output tensors by name, composed of elements of tensors in *located*. Set by
+        mapped: Output tensors by name, each composed of elements of tensors in *located*. Set by
             ``list_output_tensors``, as are the next three fields.
         tensors: Output tensors, in order.
         blobs: Non-tensor values of the output.
@@ -87,13 +90,13 @@ class Draft:
             ``run_conversion`` proves that they are zero or equal to other elements.
         quantization: Tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
-        adapter: Content of adapter_config.json, or None. Set by step ``describe-adapter``.
+        adapter: Parsed adapter_config.json for the output, or None. Set by ``describe-adapter``.
         output_layout: Files and offsets of the output tensors. Set by ``lay_out``, as is the next
             field.
-        strings: Metadata strings of the output files.
+        strings: Metadata strings that the output files store, by key.
         written: Contents of sidecar files to write, by name. Set by steps at ``files``, as is the
             next field.
-        copies: Sidecar files to copy.
+        copies: Sidecar files to copy from the source or from ``--assets``.
     """
 
     options: ConversionOptions
@@ -125,21 +128,21 @@ class Draft:
 
     @property
     def catalog(self) -> Catalog:
-        """Catalog of the checkpoint after the steps so far."""
+        """Catalog of the checkpoint as changed by the steps that have run."""
         return self.model.catalog
 
     def with_catalog(self, catalog: Catalog) -> Draft:
-        """Return a copy of the draft that converts *catalog* instead."""
+        """Return a copy of the draft whose model is read from *catalog*."""
         return replace(self, model=replace(self.model, catalog=catalog))
 
     def argument_of(self, step: str) -> str:
-        """Return the value of ``--step NAME=VALUE``, or an empty string without one."""
+        """Return the value of *step* in ``--step NAME=VALUE``, or "" if it has none."""
         assignments = (text.partition("=") for text in self.options.step)
         return next((value for name, _, value in assignments if name == step), "")
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the checkpoint contains low-rank factors."""
+        """Whether the checkpoint is an adapter, which contains low-rank factors."""
         return self.model.is_adapter
 
     @property
@@ -149,12 +152,12 @@ class Draft:
 
     @property
     def output_root(self) -> str:
-        """Prefix of the model's names in the output."""
+        """Prefix of the model's tensor names in the output, or an empty string."""
         return self.model.root if self.includes_training_state else ""
 
     @property
     def layout(self) -> str | None:
-        """Layout to write, or None to keep that of the source.
+        """Layout of the output, or None to keep the layout of the source.
 
         A model without a head keeps names such as ``layers.0``, which transformers also loads.
         """
@@ -169,7 +172,7 @@ class Draft:
 
     @property
     def stored_tensors(self) -> tuple[OutputTensor, ...]:
-        """Tensors of the output, without those that ``--tied drop`` omits."""
+        """Tensors that the output stores, excluding tied tensors that ``--tied drop`` omits."""
         if self.options.tied != "drop":
             return self.tensors
         return tuple(tensor for tensor in self.tensors if tensor.alias_of is None)
@@ -181,7 +184,7 @@ class Draft:
 
     @property
     def keep_hint(self) -> str:
-        """Hint with the options that keep training state."""
+        """Error hint that names the options which keep training state."""
         everything = (
             format_option("--only all")
             if self.target.nested

@@ -1,4 +1,4 @@
-"""Executable plan of a conversion: files, copies, manifest and digest.
+"""Executable plan of a conversion, with its output files, copies, manifest and digest.
 
 ``ckptctl.manifest.json`` lists the contents of an output, with a checksum for every box of every
 tensor. ``docs/reference/manifest.md`` documents its schema. The manifest names no machine, user or
@@ -119,7 +119,7 @@ def build_plan(draft: Draft) -> Plan:
 
 
 def _require_distinct_files(output: OutputLayout, sidecar_files: Sequence[OutputFile]) -> None:
-    """Raise if a copied sidecar file has the name of a written file."""
+    """Raise if a sidecar file to copy has the same name as a file that the conversion writes."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
     duplicates = [file.path for file in sidecar_files if file.path in written]
     if duplicates:
@@ -131,7 +131,7 @@ def _require_distinct_files(output: OutputLayout, sidecar_files: Sequence[Output
 
 
 def build_provenance(draft: Draft) -> dict[str, object]:
-    """Build the description of the source for the manifest."""
+    """Build the manifest fields that describe the source checkpoint."""
     fields: dict[str, object] = {
         "name": get_checkpoint_name(draft.catalog.path),
         "format": draft.catalog.format,
@@ -149,7 +149,7 @@ def build_provenance(draft: Draft) -> dict[str, object]:
 
 
 def get_checkpoint_name(path: TreePath) -> str:
-    """Return the name of a checkpoint without its directory, as valid UTF-8."""
+    """Return the last component of a checkpoint's path, encodable as UTF-8."""
     return path.name.encode(errors="replace").decode()
 
 
@@ -163,9 +163,9 @@ def compute_digest(
     computed: Mapping[str, ComputedTensor],
     checks: Sequence[CheckedRange] = (),
 ) -> str:
-    """Compute the SHA-256, as hexadecimal digits, of everything that determines an output's bytes.
+    """Compute a hexadecimal SHA-256 of everything in a plan that determines the output bytes.
 
-    Contents and directories of the sources are not included.
+    The bytes and directories of the source files are not included.
     """
     digest = hashlib.sha256(repr(checksum).encode())
     for file in files:
@@ -206,10 +206,10 @@ def build_manifest(
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
-    """Build the manifest. Its checksums are filled in after all records are written.
+    """Build the manifest file, whose checksums are filled in after all records are written.
 
     Args:
-        manifest_fields: Fields of the manifest before ``tensors``, except the schema and version.
+        manifest_fields: Fields that precede ``tensors``, except the schema and version.
         tensors: Tensors of the output.
         boxes: Boxes of each tensor, with the record that stores each box.
         records: Records of the output.
@@ -238,7 +238,7 @@ def build_manifest(
 
 
 def _encode_text(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
-    """Encode a part of the manifest about the file or tensor called *name*."""
+    """Encode *text*, the manifest entry of the file or tensor *name*, or raise naming that item."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -290,7 +290,10 @@ def _format_numbers(values: tuple[int, ...], depth: int) -> str:
 
 
 def _format_indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
-    """Format an object or array whose *values* are already JSON."""
+    """Format a JSON object or array, indented for nesting *depth*.
+
+    *values* are already JSON texts.
+    """
     begin, end, items = "[", "]", values
     if isinstance(values, Mapping):
         begin, end, items = "{", "}", [f'"{name}": {value}' for name, value in values.items()]

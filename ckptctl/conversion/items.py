@@ -1,4 +1,4 @@
-"""Headers of stored items, and comparison of replicas."""
+"""Functions that read the headers of stored items and compare replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from ckptctl.tree import TreePath
 
 
 def read_item_headers(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
-    """Read the headers of all items. Return the readable items, and findings about unreadable ones.
+    """Read the headers of all stored items.
+
+    Return a catalog of the readable items, and a finding for each unreadable item.
 
     Reading stops at the first unreadable item, so a catalog that cannot be read is split in halves
     until each unreadable item is found.
@@ -56,7 +58,10 @@ def read_item_headers(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
 
 
 def _split_catalog(part: Catalog) -> list[Catalog]:
-    """Split *part* into two catalogs, the second half first. A single item cannot be split."""
+    """Split *part* into two catalogs, with the second half first.
+
+    A catalog of a single item cannot be split.
+    """
     names = [*part.tensors, *part.blobs]
     if len(names) > 1:
         middle = len(names) // 2
@@ -80,7 +85,7 @@ def _select_names(catalog: Catalog, names: list[str]) -> Catalog:
 
 
 def _build_finding(error: CkptError, part: Catalog) -> Finding:
-    """Build the finding for an item that cannot be read."""
+    """Build the finding for the unreadable item that is the only item of *part*."""
     name = next(iter([*part.tensors, *part.blobs]), None)
     finding = finding_from_error(error, part.root, name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
@@ -117,7 +122,7 @@ def select_replicated_tensors(catalog: Catalog, names: Collection[str]) -> Catal
 
 
 def add_replica_extents(catalog: Catalog) -> Catalog:
-    """Add replicas to the extents of their tensors, so that replicas are checked, too."""
+    """Return a catalog whose tensors list their replicas as extents, so that these are checked."""
     tensors = {
         name: replace(entry, extents=(*entry.extents, *catalog.replicas[name]))
         if catalog.replicas.get(name)
@@ -128,14 +133,14 @@ def add_replica_extents(catalog: Catalog) -> Catalog:
 
 
 def select_rank_replicas(catalog: Catalog, ranks: RankCollectives) -> Catalog:
-    """Select the tensors with replicas that this rank compares."""
+    """Select the tensors whose replicas this rank compares, a share of all tensors."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
     return select_replicated_tensors(catalog, select_rank_share(ranks, names, weights.__getitem__))
 
 
 def require_equal_replicas(catalog: Catalog, advance: Advance | None = None) -> None:
-    """Read every replica and compare it with the copy in use. Raise at the first difference."""
+    """Read every replica, and raise if one differs from the copy that is converted."""
     located = formats.resolve_codecs(catalog)
     for finding in _compare_replicas(located, advance, checked=False):
         raise UnsupportedError(
@@ -148,10 +153,10 @@ def require_equal_replicas(catalog: Catalog, advance: Advance | None = None) -> 
 
 
 def find_differing_replicas(catalog: Catalog) -> Iterator[Finding]:
-    """Yield a finding for each replica that differs from the copy in use or cannot be read.
+    """Yield a finding for each replica that cannot be read or differs from the copy in use.
 
-    All replicas were compared with their recorded checksums before. Replicas with the same recorded
-    checksum as the copy in use are not read again.
+    The caller has already compared all replicas with their recorded checksums. A replica that has
+    the same recorded checksum as the copy in use is not read again.
     """
     for entry in select_replicated_tensors(catalog, catalog.replicas).tensors.values():
         try:
@@ -168,8 +173,9 @@ def _compare_replicas(
 
     Args:
         catalog: Catalog of the tensors and their replicas.
-        advance: Called with the size of each replica after its comparison.
-        checked: Whether recorded checksums were verified, so that they can replace a comparison.
+        advance: Called with the size in bytes of each replica after its comparison, or None.
+        checked: Whether the recorded checksums were verified, so that equal checksums prove that
+            two copies are equal.
     """
     with open_catalog_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
@@ -191,6 +197,6 @@ def _compare_replicas(
 
 
 def _build_extent_entry(entry: TensorEntry, extent: Extent) -> TensorEntry:
-    """Return the box of an extent as a separate tensor."""
+    """Return the entry of a tensor that consists only of the box in *extent*."""
     sizes = extent.box.sizes
     return replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))

@@ -1,4 +1,4 @@
-"""Layout of an output: the files, offsets and ranks of its tensors."""
+"""Assignment of output tensors to files, byte offsets and ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptctl.units import parse_bytes
 
 
 def open_sharding_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
-    """Read the index of the checkpoint that ``--like`` names."""
+    """Open the checkpoint that ``--like`` names, whose sharding the output reuses."""
     catalog = formats.open_checkpoint(path)
     if catalog.format != target.name:
         raise UsageError(
@@ -43,7 +43,7 @@ def open_sharding_reference(path: str | TreePath, target: WritableFormat) -> Cat
 
 
 def plan_file_layout(draft: Draft) -> Draft:
-    """Let the target format assign tensors to files, and select the metadata strings."""
+    """Assign tensors to files in the target format, and select the metadata strings to store."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     split_for_ranks = build_rank_splitter(change, target.layout) if ranks > 1 else None
     metadata = select_metadata(draft.catalog, draft.tensors, target, draft.notes)
@@ -96,7 +96,7 @@ def plan_file_layout(draft: Draft) -> Draft:
 
 
 def _map_tensor_files(like: Catalog, files: Sequence[str]) -> dict[str, int]:
-    """Map each tensor of a reference to the index of its file among *files*."""
+    """Map the name of each tensor in *like* to the index in *files* of the file that stores it."""
     index = {name: position for position, name in enumerate(files)}
     stored = (
         (name, entry.extents[0].file) for name, entry in like.tensors.items() if entry.extents
@@ -105,7 +105,7 @@ def _map_tensor_files(like: Catalog, files: Sequence[str]) -> dict[str, int]:
 
 
 def _require_same_keys(like: Catalog, draft: Draft) -> None:
-    """Raise if the keys of the output and of the reference differ."""
+    """Raise if the output does not have the same keys as the ``--like`` checkpoint."""
     output_keys = dict.fromkeys(tensor.name for tensor in draft.tensors)
     reference_keys = dict.fromkeys(name for name, entry in like.tensors.items() if entry.extents)
     missing = [name for name in reference_keys if name not in output_keys]
@@ -123,11 +123,17 @@ def _require_same_keys(like: Catalog, draft: Draft) -> None:
 
 
 RankSplitter = Callable[[OutputTensor, int], Sequence[RankShard | None]]
-"""Function that returns each rank's shard of a tensor, or None for ranks without one."""
+"""Function that splits a tensor across a number of ranks.
+
+It returns the shard of each rank, or None for a rank that stores no shard.
+"""
 
 
 def build_rank_splitter(change: LayoutChange, layout: str | None) -> RankSplitter | None:
-    """Build a function that splits tensors across ranks, or return None if no rule is known."""
+    """Build a function that splits the tensors of *layout* across ranks.
+
+    Return None if the model family or the layout is unknown.
+    """
     family, sizes = change.family, AxisSizes(change.sizes or {}, {})
     if family is None or layout is None:
         return None

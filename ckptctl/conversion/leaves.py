@@ -1,4 +1,4 @@
-"""Tensors that are nested in non-tensor values, and metadata strings of files."""
+"""Functions that unpack tensors from non-tensor values, and select metadata strings of files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]
-"""Names of the leaves that replace each unpacked leaf, by name of the unpacked leaf."""
+"""Maps the name of each unpacked leaf to the names of the leaves that replace it."""
 
 
 def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
-    """Unpack the tensors that are nested in the leaves *names* into separate tensors.
+    """Convert tensors that are nested in the leaves *names* to separate tensors.
 
-    Return the changed catalog, and the new leaves of each unpacked leaf.
+    Return the changed catalog, and a mapping of each unpacked leaf to the leaves that replace it.
     """
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
@@ -49,13 +49,15 @@ def unpack_tensors(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, P
 def iterate_unpacked_tensors(
     catalog: Catalog, parts: Parts, training_names: Collection[str], root: str, keep_root: bool
 ) -> Iterator[tuple[ComposedTensor, Path]]:
-    """Yield the unchanged mapping and key path of each tensor unpacked from leaves of the model.
+    """Yield a composed tensor and a key path for each tensor unpacked from leaves of the model.
+
+    The tensors are copied unchanged.
 
     Args:
         catalog: Catalog after unpacking.
         parts: Leaves that replace each unpacked leaf.
-        training_names: Names of leaves outside the model.
-        root: Prefix of the model.
+        training_names: Names of leaves outside the model, such as training state.
+        root: Prefix of the model in the checkpoint.
         keep_root: Whether names in the output keep *root*.
     """
     for name in (part for names in parts.values() for part in names):
@@ -85,7 +87,7 @@ def _add_leaf(
 
 
 DERIVED_METADATA_KEYS = ("format", "total_size", "total_parameters")
-"""Metadata keys whose values are rewritten or derived from the tensors."""
+"""Metadata keys that are not copied, because their values are rewritten for the output."""
 _HASH = re.compile(r"(?i)hash|sha256|md5")
 _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 
@@ -93,7 +95,7 @@ _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 def select_metadata(
     catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat, notes: Notes
 ) -> dict[str, str]:
-    """Select the metadata strings that remain valid in the output. Note skipped strings.
+    """Select the metadata strings that remain valid in the output, and add notes on skipped ones.
 
     A string that describes tensors or contains a hash remains valid only if names, shapes and
     dtypes are unchanged and nothing is computed.
@@ -115,7 +117,7 @@ def select_metadata(
 
 
 def remove_hashes(strings: Mapping[str, str], notes: Notes) -> dict[str, str]:
-    """Remove hashes of the source's bytes from *strings*."""
+    """Return *strings* without hashes of the source's bytes, and add a note on the removed ones."""
     hashes = [key for key in strings if _HASH.search(key)]
     for key in hashes:
         _skip_string(key, "it is a hash of the source's bytes", notes)
@@ -129,7 +131,10 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
 def stores_same_bytes(
     catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout
 ) -> bool:
-    """Check if source and output each store the same tensors in one file, in the same order."""
+    """Check if the output file contains the same bytes as the source file.
+
+    Source and output must each consist of one file with the same tensors in the same order.
+    """
     if any(
         not composed.is_rename or composed.sources[0].key != composed.key for composed in mapped
     ):
@@ -157,7 +162,10 @@ def blob_without_root(blob: Blob, root: str) -> Blob:
 
 
 def split_at_container(path: Path, root: str) -> tuple[Path, str]:
-    """Find the container in *path* that *root* names. Return its keys, and its prefix in names."""
+    """Split *path* at the container dictionary that the prefix *root* names.
+
+    Return the keys of the container, and the prefix of the container in leaf names.
+    """
     candidates = ((path[:n], f"{join_path(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(
         ((head, prefix) for head, prefix in candidates if root.startswith(prefix)), ((), "")
@@ -165,7 +173,7 @@ def split_at_container(path: Path, root: str) -> tuple[Path, str]:
 
 
 def path_without_root(path: Path, root: str) -> Path:
-    """Return *path* without *root*, which may end within a key."""
+    """Return *path* without the prefix *root*, which may end in the middle of a key."""
     head, prefix = split_at_container(path, root)
     first, *remaining_keys = path[len(head) :]
     rest = root.removeprefix(prefix)

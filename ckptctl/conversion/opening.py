@@ -1,4 +1,4 @@
-"""Opening the source of a conversion, and recognizing the model in it."""
+"""First stages of planning, which open the source and recognize the model in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptctl.tree import TreePath
 
 
 def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
-    """Check the options and destination, and open the source and its configuration."""
+    """Check options and destination, open the source checkpoint, and start a draft."""
     target = formats.get_writable_format(options.to)
     require_valid_options(options, target)
     source = require_existing_source(src, dst)
@@ -60,14 +60,17 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
 
 
 def detect_model(draft: Draft) -> Draft:
-    """Recognize the model in the checkpoint after the steps at ``source``."""
+    """Recognize the type, layout and prefix of the draft's model, after the steps at ``source``."""
     model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
     return replace(draft, model=replace(model, described=draft.assets.described))
 
 
 @contextmanager
 def explain_errors(draft: Draft) -> Iterator[None]:
-    """Explain errors in the block if the source was replaced meanwhile or is quantized."""
+    """Add explanations to errors in the block.
+
+    An error may be caused by a source that was replaced while it was read, or that is quantized.
+    """
     opened = draft.source.opened
     with raise_changed_if(lambda: require_same_file(opened)), dequantize_hint_on_error(draft.model):
         yield

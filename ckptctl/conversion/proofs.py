@@ -1,4 +1,7 @@
-"""Checks that read tensor data: redundancy before writing, and the output after publishing."""
+"""Checks that read tensor data before writing and after publishing.
+
+Before writing, dropped data is proven to be redundant. After publishing, the output is read back.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from ckptctl.units import pluralize
 
 
 def require_redundant_data(plan: ConversionPlan, ranks: RankCollectives) -> None:
-    """Verify that replicas are equal and that dropped data is redundant."""
+    """Raise if replicas differ, or if data that *plan* drops is not redundant."""
     if plan.replicated is not None:
         require_equal_replicas(select_rank_replicas(plan.replicated, ranks))
     if not plan.redundant:
@@ -43,7 +46,7 @@ def require_redundant_data(plan: ConversionPlan, ranks: RankCollectives) -> None
 def find_lost_data(
     files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
 ) -> Iterator[RedundantData]:
-    """Yield the items of *redundant* that are neither zero nor equal to their kept copy."""
+    """Yield the items of *redundant* whose elements are neither zero nor equal to a kept copy."""
     for item in redundant:
         part = _select_region(catalog, item.part)
         if item.same_as is None:
@@ -65,7 +68,7 @@ def _select_region(catalog: Catalog, region: Region) -> TensorEntry:
 
 
 def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
-    """Build the error for data that a conversion would lose."""
+    """Build the error for dropped data that turned out not to be redundant."""
     if lost.kind != "tensor":
         return lost_part_error(plan.source, lost)
     key = lost.part.key
@@ -94,7 +97,7 @@ def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
 
 
 def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
-    """Build the error for a part of a tensor that an output would lose."""
+    """Build the error for elements of a tensor that the output would lose."""
     key, origin, sizes = lost.part
     if lost.kind == "padding":
         (size, padding) = next((o, n) for o, n in zip(origin, sizes, strict=True) if o)
@@ -119,16 +122,16 @@ def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
 
 
 WINDOW_BYTES = 4 << 20
-"""Bytes that are read and compared at a time."""
+"""Number of bytes that are read and compared at a time."""
 
 
 def require_intact_output(
     plan: Plan, crcs: Sequence[int], ranks: RankCollectives | None = None
 ) -> None:
-    """Read the published output back and compare every byte that was written.
+    """Read the published output back, and raise if any byte differs from the intended output.
 
-    Records are compared with the checksums *crcs*, headers and other contents with the plan, and
-    raw copies with their sources.
+    Records are compared with their CRC-32 values in *crcs*, headers and other contents with the
+    plan, and copied sidecar files with their sources.
     """
     ranks = ranks or SingleProcess()
     target = plan.target

@@ -1,4 +1,4 @@
-"""Selection of the part of a checkpoint to convert.
+"""Selection of the tensors and other values of a checkpoint to convert.
 
 ``--allow-missing`` skips items that are known to be incomplete.
 """
@@ -42,7 +42,10 @@ EXTRA_STATE = "._extra_state/"
 
 
 def select_tensors(draft: Draft) -> Draft:
-    """Select the tensors to convert by options, and skip incomplete ones if allowed."""
+    """Select the tensors to convert, as specified by the options of *draft*.
+
+    Incomplete tensors are skipped if ``--allow-missing`` is set.
+    """
     catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
     incomplete_names, unusable_files = (
         find_incomplete_items(draft.source) if options.allow_missing else ({}, {})
@@ -114,9 +117,9 @@ def select_tensors(draft: Draft) -> Draft:
 
 
 def skip_tensors(draft: Draft, reasons_by_name: Mapping[str, str]) -> Draft:
-    """Skip incomplete tensors of the model, and optimizer state that is useless without them.
+    """Skip the tensors named in *reasons_by_name*, and optimizer state that depends on them.
 
-    All missing items of the selection are added to the notes.
+    All missing items of the selection are added to the notes, with the reasons.
     """
     root, selection = draft.model.root, draft.selection
     missing_names = {**draft.missing, **{root + name: why for name, why in reasons_by_name.items()}}
@@ -128,15 +131,15 @@ def skip_tensors(draft: Draft, reasons_by_name: Mapping[str, str]) -> Draft:
 
 
 def _is_requested(draft: Draft, name: str) -> bool:
-    """Check if a missing leaf would be converted if it existed."""
+    """Check if the options select the missing leaf *name*."""
     globs = draft.options.include, draft.options.exclude
     return is_selected(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
 
 
 def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
-    """Add non-tensor states of modules, e.g. the scales of Transformer Engine.
+    """Add non-tensor module states, such as Transformer Engine's scales, to *selection*.
 
-    Only programs that write such states expect to find them.
+    Only programs that write such states expect to find them in a checkpoint.
     """
     states = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
     rest = tuple(name for name in selection.rest if name not in states)
@@ -146,7 +149,7 @@ def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
 def _find_incomplete(
     draft: Draft, selection: Selection, incomplete_names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the absent tensors of the model, and all items that are not written, with reasons."""
+    """Return the names of the model's absent tensors, and the reason for each item not written."""
     catalog, root = draft.catalog, draft.model.root
     selected_names = {root + name for name in (*selection.tensors, *selection.blobs)}
     training_state = selection.rest if draft.includes_training_state else ()
@@ -166,7 +169,7 @@ def _find_incomplete(
 
 
 def _remove_names(selection: Selection, names: Collection[str]) -> Selection:
-    """Remove the leaves called *names* in the checkpoint from *selection*."""
+    """Remove the leaves whose names in the checkpoint are in *names* from *selection*."""
     root = selection.root
     return replace(
         selection,
@@ -179,7 +182,7 @@ def _remove_names(selection: Selection, names: Collection[str]) -> Selection:
 def find_dependent_state(
     missing: Iterable[str], model: Iterable[str], training_state: Sequence[str], root: str
 ) -> dict[str, str]:
-    """Return the optimizer state that is useless without *missing* items, with reasons.
+    """Find optimizer state that is useless because items are missing, and return it with reasons.
 
     The moments of a parameter are useless without the parameter, and without each other. Settings
     in ``param_groups`` are kept.
@@ -188,7 +191,7 @@ def find_dependent_state(
         missing: Names of missing items in the checkpoint.
         model: Names of all leaves of the model in the checkpoint.
         training_state: Names of leaves outside the model.
-        root: Prefix of the model.
+        root: Prefix of the model's names in the checkpoint.
     """
     model_names = set(model)
     missing = list(missing)
@@ -227,8 +230,8 @@ def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, s
     """Find the incomplete items of a checkpoint that was opened with ``partial``.
 
     Returns:
-        Incomplete leaves by name in the checkpoint, and unusable files with unknown contents, each
-        with the reason.
+        Reasons for incomplete leaves, by name in the checkpoint, and reasons for unusable files
+        whose contents are unknown, by file name.
     """
     _, item_findings = read_item_headers(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *item_findings) if f.severity != "warning"]
@@ -256,7 +259,7 @@ def find_incomplete_items(catalog: Catalog) -> tuple[dict[str, str], dict[str, s
 
 
 def _explain_lost_boxes(boxes: Sequence[tuple[Box, str]]) -> str:
-    """Explain which unusable file contains a part of the tensor."""
+    """Explain which unusable file stores some of the tensor's boxes."""
     known_file = next((file for box, file in boxes if box.numel), None)
     if known_file is None:
         return f"it may continue in `{boxes[0][1]}`, which cannot be used"
@@ -272,7 +275,7 @@ def _explain_coverage_gap(entry: TensorEntry) -> str | None:
 
 
 def _propagate_reasons(names: dict[str, str], pairs: Iterable[tuple[str, str]], why: str) -> None:
-    """Add a reason for each name that is paired with a name that has a reason."""
+    """Add a reason to *names* for each partner of a name that has a reason, transitively."""
     pairs = list(pairs)
     changed = True
     while changed:
@@ -291,7 +294,7 @@ class _StoredItem(NamedTuple):
 
 
 def _find_mismatched_files(catalog: Catalog, item_findings: Sequence[Finding]) -> dict[str, str]:
-    """Find all items in files that do not match the metadata, with reasons.
+    """Return a reason for each item that is stored in a file of another rank or save.
 
     A file of another rank or save may contain items of the right dtype and shape by chance, with
     other values. A single unreadable item counts as damage. The complete file is considered to be

@@ -1,4 +1,4 @@
-"""Opening the source checkpoint of a command, and locating the bytes of its tensors."""
+"""Functions that open the source checkpoint of a command and locate the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
 
 MAX_LEAVES = 100
-"""Maximum number of leaves that are read from separate files, nearest to the root first."""
+"""Maximum number of leaves that are read from separate files.
+
+Leaves closest to the root of the saved object are read first.
+"""
 MAX_LEAF_BYTES = 16_384
-"""Maximum size of a leaf that is read. A `torch.save` zip has at least a kilobyte."""
+"""Maximum size in bytes of a leaf that is read.
+
+The smallest `torch.save` zip has about 1,000 bytes.
+"""
 MAX_TEXT_LENGTH = 200
-"""Maximum length of a text in characters, and about that of an integer in digits."""
+"""Maximum number of characters in a text, and about the maximum number of digits in an integer."""
 
 
 class SourceChoices(Protocol):
-    """Options that determine how a source is read."""
+    """Options that determine how a source checkpoint is read."""
 
     @property
     def format(self) -> str | None:
@@ -32,23 +38,23 @@ class SourceChoices(Protocol):
 
     @property
     def model_type(self) -> str | None:
-        """Model type, for formats whose shards can only be merged with one."""
+        """Model type, which some formats require to merge shards, or None if not set."""
 
     @property
     def weights(self) -> Weights | None:
-        """Weights to read: the optimizer's fp32 copies or the weights of the model."""
+        """Whether to read the optimizer's fp32 weights or the model weights, or None if not set."""
 
     @property
     def tag(self) -> str | None:
-        """Tag of the save to read."""
+        """Name of the tag folder to read, or None if not set."""
 
     @property
     def rules(self) -> str | TreePath | None:
-        """File with the rules by which ranks split tensors."""
+        """File with the rules for splitting tensors across ranks, or None if not set."""
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks that saved the checkpoint."""
+        """Number of ranks that saved the checkpoint, or None if not set."""
 
 
 def open_source(
@@ -78,7 +84,7 @@ def open_source(
 
 
 def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
-    """Check that the tensors called *names* are covered, and locate their bytes.
+    """Locate the bytes of the tensors called *names*, and check that their extents tile them.
 
     The returned catalog contains only the tensors called *names*, in this order.
     """
@@ -89,7 +95,7 @@ def locate_tensors(catalog: Catalog, names: Iterable[str]) -> Catalog:
 
 
 def locate_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
-    """Locate the bytes of *entries*, which may have only some of their extents."""
+    """Locate the bytes of *entries*, whose extents may cover only some elements of each tensor."""
     resolved = formats.resolve_codecs(
         replace(catalog, tensors=dict(entries), blobs={}, replicas={})
     )
@@ -100,14 +106,14 @@ def locate_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalo
 
 
 def read_short_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
-    """Read numbers and short texts among the leaves, as Python literals.
+    """Read the leaves that are numbers or short texts, and return them as Python literals by name.
 
     Longer texts, other types and unreadable values are skipped.
 
     Args:
         catalog: Catalog of the checkpoint.
         names: Names of leaves, or None for all values that the index contains or that are near the
-            root. Behind a URL only values in the index are returned.
+            root. For a URL, only values in the index are returned.
     """
     blobs = [blob for name, blob in catalog.blobs.items() if names is None or name in names]
     readable_blobs = {blob.name: blob for blob in blobs if blob.file is None}
@@ -127,7 +133,7 @@ def _is_local(catalog: Catalog) -> bool:
 
 
 def _read_blobs(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
-    """Read the values of *blobs*. Unreadable values are skipped."""
+    """Read the values of *blobs*, and return them by name, without unreadable ones."""
     selection = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
     try:
         return formats.resolve_codecs(selection).blobs

@@ -1,4 +1,4 @@
-"""Steps of a conversion, each at a fixed place in the pipeline.
+"""Optional steps of a conversion, which run at fixed places in the planning pipeline.
 
 Built-in steps are imported when they run, so the pipeline does not depend on them. Other packages
 add steps with entry points in the group ``ckptctl.steps``, and ``--step`` selects them; see
@@ -29,7 +29,7 @@ Place = Literal["source", "model", "selection", "layout", "output", "files"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step of a conversion, which takes a draft and returns a changed one.
+    """Step of a conversion that changes the draft at a fixed place in the pipeline.
 
     Attributes:
         name: Name of the step.
@@ -37,8 +37,8 @@ class Step:
             recognized, the ``model`` before its tensors are selected, the ``selection`` before it
             is mapped, the ``layout`` before bytes are located, the ``output`` before it is laid
             out, or the ``files`` next to its tensors.
-        order: Steps at one place run in ascending order.
-        apply: Function that takes a draft and returns a changed one.
+        order: Sort key; steps at the same place run in ascending order.
+        apply: Function that takes a draft and returns a changed copy.
         option: Option that selects a built-in step, or ``field=value``; empty if the step always
             runs. Steps of other packages are selected by ``--step NAME``.
     """
@@ -56,7 +56,7 @@ class Step:
 
 
 def _defer_import(target: str) -> Callable[..., Any]:
-    """Return a function that imports the function at *target* when it is called, and calls it."""
+    """Return a wrapper that imports the function at *target* on the first call, and calls it."""
 
     def call_function(*arguments: object) -> Any:
         module, _, function = target.partition(":")
@@ -101,7 +101,7 @@ BUILT_IN = (
 
 @cache
 def find_step_entry_points() -> dict[str, EntryPoint]:
-    """Return the entry points of steps by name, without loading them."""
+    """Return the entry points that installed packages define for steps, by name, unloaded."""
     return installed.find_entry_points(STEP_GROUP)
 
 
@@ -112,7 +112,7 @@ def load_added_step(name: str) -> Step:
 
 
 def select_steps(options: ConversionOptions) -> list[Step]:
-    """Return the steps that *options* select."""
+    """Return the built-in and added steps that *options* select."""
     steps = []
     for step in BUILT_IN:
         field, _, value = step.option.partition("=")

@@ -29,7 +29,7 @@ INTO_TEXT = "number of resulting tensors"
 
 @dataclass(frozen=True, slots=True)
 class Amount(Result):
-    """Number of tensors, and their size in bytes."""
+    """Number of tensors, with their total size in bytes."""
 
     tensors: Annotated[int, JsonField("number of tensors, by name")] = 0
     nbytes: Annotated[
@@ -39,7 +39,7 @@ class Amount(Result):
 
 @dataclass(frozen=True, slots=True)
 class TensorCounts(Result):
-    """Number of input tensors and of resulting tensors."""
+    """Number of source tensors, and number of output tensors that are computed from them."""
 
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
     into: Annotated[int, JsonField(INTO_TEXT)] = 0
@@ -50,7 +50,7 @@ class TensorCounts(Result):
 
 @dataclass(frozen=True, slots=True)
 class Summary(Result):
-    """Counts of source and output tensors, by kind of change.
+    """Counts of source and output tensors, grouped by kind of change.
 
     Tensors of the source and of ``--fill-from`` are dropped, skipped, fused, divided, regrouped,
     repeated, or copied one to one. Output tensors without any source are zeros.
@@ -80,7 +80,7 @@ class Summary(Result):
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Changes other than one-to-one copies, as text."""
+        """Texts that describe all changes except one-to-one copies."""
         counts = {
             "dropped": self.dropped,
             "skipped": self.left_out,
@@ -102,7 +102,7 @@ class Summary(Result):
 
     @property
     def sentence(self) -> str:
-        """Summary in one line, without zero counts."""
+        """One-line summary that omits counts of zero."""
         sides = dict.fromkeys(
             f"{pluralize(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
             for side in (self.read, self.written)
@@ -112,16 +112,16 @@ class Summary(Result):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether every tensor is written once and unchanged in size."""
+        """Whether every tensor is written exactly once, with the same size as in the source."""
         return self.read == self.written and not self.changes
 
 
 def summarize_conversion(draft: Draft, output: Draft) -> Summary:
-    """Count the tensors of source and output, by kind of change.
+    """Count the source and output tensors of a conversion by kind of change.
 
     Args:
-        draft: Draft before steps at ``output``, such as quantization.
-        output: Completed draft.
+        draft: Draft before the steps at ``output``, such as quantization, have run.
+        output: Draft after all steps have run.
     """
     source, origins, skipped = draft.source, draft.origins, output.notes.get_reasons("skipped")
     written = {output_tensor.name: output_tensor for output_tensor in draft.stored_tensors}
@@ -166,7 +166,7 @@ _EMPTY_ENTRY = TensorEntry("", "uint8", (0,), (), ())
 
 
 class _TensorOrigins:
-    """Mapping of tensors to the source and base tensors that they are computed from."""
+    """Lookup of the source and base tensors that a tensor is computed from."""
 
     def __init__(self, draft: Draft) -> None:
         self._source, self._catalog = draft.source, draft.located
@@ -174,7 +174,10 @@ class _TensorOrigins:
         self._known: dict[str, frozenset[str]] = {}
 
     def find_origins(self, key: str) -> frozenset[str]:
-        """Find the tensors that *key* is computed from. Names from the base begin with a slash."""
+        """Find the names of the tensors that *key* is computed from.
+
+        Names of tensors in the ``--fill-from`` base start with a slash.
+        """
         if key in self._taken:
             return frozenset((f"/{key}",))
         if key not in self._known:
@@ -191,19 +194,19 @@ class _TensorOrigins:
         return self._known[key]
 
     def count_elements(self, name: str) -> int:
-        """Return the number of elements of an origin."""
+        """Return the number of elements of *name*, a tensor returned by :meth:`find_origins`."""
         filled_entry = self._catalog.tensors.get(name.removeprefix("/"))
         return self._source.tensors.get(name, filled_entry or _EMPTY_ENTRY).numel
 
     def _find_storing_tensor(self, extent: Extent) -> str | None:
-        """Find the source tensor that stores the bytes of *extent*."""
+        """Return the source tensor whose byte range contains the start of *extent*, or None."""
         spans = self._file_spans.get(extent.file, ())
         at = bisect_right(spans, (extent.offset, MAX_OFFSET)) - 1
         return spans[at][2] if at >= 0 and extent.offset < spans[at][1] else None
 
     @cached_property
     def _file_spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
-        """Sorted byte ranges of the source's tensors, by file."""
+        """Sorted ``(start, end, tensor name)`` byte ranges of the source, by file."""
         spans_by_file: dict[str, list[tuple[int, int, str]]] = {}
         for name, entry in self._source.tensors.items():
             for extent in entry.extents:
@@ -227,10 +230,11 @@ class _TensorOrigins:
 
 
 class _TensorGroups:
-    """Groups of source and output tensors that are connected by mappings.
+    """Groups of source tensors and the output tensors that are computed from them.
 
     Attributes:
-        sources: Tensors that the output uses; names from the base begin with a slash.
+        sources: Names of tensors that the output uses. Names of tensors in the ``--fill-from`` base
+            start with a slash.
     """
 
     def __init__(self, origins: _TensorOrigins, written: Mapping[str, OutputTensor]) -> None:
@@ -240,7 +244,7 @@ class _TensorGroups:
         self._targets: set[str] = set()
 
     def add_tensor(self, composed: ComposedTensor) -> None:
-        """Add an output tensor to the group of the tensors that it is computed from."""
+        """Add an output tensor to the group of its source tensors."""
         if composed.key not in self._written:
             return
         sources = {name for key in composed.keys for name in self._origins.find_origins(key)}
@@ -250,7 +254,7 @@ class _TensorGroups:
             self._parents[self._find_root(node)] = self._find_root((1, composed.key))
 
     def count_by_kind(self) -> dict[str, TensorCounts]:
-        """Count input and resulting tensors by kind of group."""
+        """Count source and output tensors by the kind of change of their group."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
         for name in self.sources:
             groups.setdefault(self._find_root((0, name)), ([], []))[0].append(name)

@@ -34,24 +34,24 @@ UNKNOWN_ADAPTER = (
 )
 FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
-"""Prefix of the layouts of transformers."""
+"""Prefix of the names of transformers' layouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingTensors:
-    """Missing tensors of a model.
+    """Result of the search for missing tensors of a model.
 
     Attributes:
-        names: Missing tensors, by name in the model; only the first if there are many.
-        certain: Whether the checkpoint certainly contains a model of the recognized type. A
-            configuration or the user states the type, or the checkpoint has most of its tensors
-            and no others. Otherwise it may contain a part of the model, or another model.
+        names: Names of missing tensors in the model, limited to the first ones if many are missing.
+        certain: Whether *names* are certainly missing, because a configuration or the user states
+            the model type, or because the checkpoint has most tensors of that type and no others.
+            If false, the checkpoint may contain only some layers, or a different model.
         model: Recognized model.
         unknown: Reason why missing tensors cannot be determined, or an empty string.
         unexpected_names: Names of tensors that a model of this type does not have.
-        more: Number of missing tensors in addition to *names*.
-        only_end_missing: Whether only the end of the model is missing, as in the first pipeline
-            stage.
+        more: Number of further missing tensors that *names* does not include.
+        only_end_missing: Whether only the last layers of the model are missing, as in a checkpoint
+            of the first pipeline stage.
     """
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class MissingTensors:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Tensors that are certainly missing, by name in the checkpoint, with reasons."""
+        """Reason for each tensor that is certainly missing, by tensor name in the checkpoint."""
         names = self.names if self.certain else ()
         model_type = self.model.model_type
         requirer = f"`{model_type}`" if model_type else "all matching model types"
@@ -73,13 +73,16 @@ class MissingTensors:
 
     @property
     def scope(self) -> Scope:
-        """Scope of the check, either the model or only the structure."""
+        """Scope of the completeness check.
+
+        Either all tensors of the model were checked, or only the structure of the checkpoint.
+        """
         has_table = self.model.pairs and not self.unknown
         return "model" if has_table and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Notes on why missing tensors could not be determined or fully listed."""
+        """Notes on why the missing tensors could not be determined or fully listed."""
         if self.unknown or not self.model.pairs:
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
@@ -95,12 +98,12 @@ class MissingTensors:
         )
 
     def keep_only(self, names: Collection[str]) -> MissingTensors:
-        """Return a copy that is limited to the tensors called *names*."""
+        """Return a copy whose missing tensors are limited to those in *names*."""
         kept_names = tuple(name for name in self.names if name in names)
         return replace(self, names=kept_names, more=self.more if kept_names == self.names else 0)
 
     def require_complete(self, where: str) -> None:
-        """Raise if tensors are certainly missing."""
+        """Raise an error that names *where* if tensors are certainly missing."""
         if self.names and self.certain:
             name, layout = self.model.pairs[0]
             family = families.family(name)
@@ -133,7 +136,8 @@ def find_missing_tensors(
 ) -> MissingTensors:
     """Find the tensors that every matching family requires and that are missing.
 
-    A model without a head is complete in transformers' layouts, but not in other *target* layouts.
+    *names* are the tensors that exist. A model without an output head is complete in transformers'
+    layouts, but incomplete if *target* is another layout.
 
     Raises:
         MappingError: A size in the configuration is not a valid size.
@@ -201,9 +205,9 @@ def find_missing_tensors(
 
 
 def _recognize_dequantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
-    """Return the model and its names as if the model were not quantized.
+    """Recognize the model that dequantization would produce, and return it with its tensor names.
 
-    Only applies to quantization schemes that no table describes.
+    Models are returned unchanged unless no table describes their quantization scheme.
     """
     unquantized_names = to_dequantized_names(names)
     if unquantized_names is names:
@@ -227,7 +231,7 @@ def _recognize_dequantized(model: Model, names: Collection[str]) -> tuple[Model,
 def _is_certain(
     family: Family, matched: MatchedKeys, model: Model, missing_keys: MissingKeys
 ) -> bool:
-    """Check if a checkpoint certainly contains a model of *family* despite missing tensors."""
+    """Check if a checkpoint with missing tensors certainly contains a model of *family*."""
     config = model.config or {}
     if matched.unmatched:
         architectures = config.get("architectures")

@@ -1,4 +1,4 @@
-"""Change of layout: tensors that are renamed, reordered, dropped or kept."""
+"""Planning of layout changes, which rename, reorder, drop or keep the tensors of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 MAX_VOCABULARY_ROWS = 1 << 32
-"""Maximum number of rows of a padded vocabulary."""
+"""Maximum number of rows that a vocabulary may be padded to."""
 
 
 SUMMABLE_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -47,16 +47,16 @@ class LayoutRequest:
     """Request for a change of layout.
 
     Attributes:
-        target_layout: Layout requested by the user or the target format, or None to keep that of
-            the source.
-        needs_description: Whether the target has a description of the model (``params.json``),
-            which requires a known family even if no name changes.
-        untie: Whether to write both tensors of each tied pair.
-        partial: Whether only a part of the model's tensors is mapped.
-        vocab: Size that the vocabulary is padded or truncated to, or None to keep the size.
+        target_layout: Layout requested by the user or the target format, or None to keep the layout
+            of the source.
+        needs_description: Whether the target format stores a description of the model
+            (``params.json``), which requires a known family even if no tensor is renamed.
+        untie: Whether to write both tensors of each pair of tied tensors.
+        partial: Whether only some of the model's tensors are mapped, as with ``--include``.
+        vocab: Number of rows that the vocabulary is padded or truncated to, or None to keep it.
         pads: Whether to pad the vocabulary to the size that the target's programs expect.
-        all_names: Names of all tensors of the model, if only a part of them is mapped.
-        missing: Names of tensors that may be missing.
+        all_names: Names of all tensors of the model, if *partial* is true.
+        missing: Names of tensors that may be missing without causing an error.
         trust_assets: Whether ``--assets`` takes precedence over other descriptions of the model.
     """
 
@@ -74,9 +74,9 @@ class LayoutRequest:
 def resolve_family_and_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> tuple[Family | None, str | None, bool]:
-    """Determine the family that a change needs, the target layout, and if names are kept.
+    """Determine the family, the target layout, and whether tensor names stay unchanged.
 
-    The family is None if *tensors* are copied because no table describes them.
+    The family is None if no table describes *tensors*, which are then copied unchanged.
     """
     target = request.target_layout or model.layout
     default_layout = formats.get_format(model.catalog.format).layout or "hf"
@@ -98,7 +98,7 @@ def resolve_family_and_layout(
 def match_tensors(
     model: Model, family: Family, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> ModelTensors | None:
-    """Match *tensors* to the layout of the source, or return None if that is unknown."""
+    """Match *tensors* to the layout of the source, or return None if that layout is unknown."""
     if not model.layout:
         return None
     layout, names = (
@@ -112,7 +112,7 @@ def match_tensors(
 def change_layout(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> LayoutChange:
-    """Map *tensors* of a model to the requested layout, which may be the current one."""
+    """Map *tensors* of a model to the requested layout, which may equal the source layout."""
     family, target, keeps_names = resolve_family_and_layout(model, tensors, request)
     if family is None:
         return _keep_layout(model, tensors, target)
@@ -177,7 +177,7 @@ def change_layout(
 
 
 def _get_requested_rows(request: LayoutRequest) -> int | None:
-    """Return the requested number of vocabulary rows, or None to keep the number."""
+    """Return the requested number of vocabulary rows, or None to keep the current number."""
     size = request.vocab
     if size is not None and not 0 < size <= MAX_VOCABULARY_ROWS:
         raise UsageError(
@@ -196,7 +196,7 @@ def _sort_like_source(change: LayoutChange, tensors: Iterable[str]) -> LayoutCha
 def _refuse_family_options(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> None:
-    """Raise if an option is given that requires a known family."""
+    """Raise if an option is set that requires a known model family."""
     where = model.catalog.path
     if model.request.sizes:
         option = format_option(f"--set {next(iter(model.request.sizes))}")
@@ -224,7 +224,10 @@ def _resize_vocabulary(change: LayoutChange, size: int) -> LayoutChange:
 
 
 def choose_family(model: Model, target: str | None) -> Family:
-    """Return the family for a change of names. Equivalent families count as one."""
+    """Return the family whose table renames the tensors.
+
+    Several matching families are allowed if they are equivalent.
+    """
     if (
         model.model_type is None
         and model.layout
@@ -274,13 +277,13 @@ def _keep_layout(
 def apply_layout_change(
     catalog: Catalog, change: LayoutChange, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
-    """Compose the target tensors of *change*, and add its virtual tensors to *catalog*.
+    """Compose the target tensors of *change*, and add virtual tensors that they read to *catalog*.
 
     Args:
         catalog: Catalog of the source.
-        change: Change of layout.
-        root: Prefix of the model in the source.
-        prefix: Prefix of the model in the output.
+        change: Change of layout to apply.
+        root: Prefix of the model's tensor names in the source.
+        prefix: Prefix of the model's tensor names in the output.
 
     Returns:
         *catalog* with the virtual tensors, and the target tensors by name.
@@ -291,12 +294,12 @@ def apply_layout_change(
 
 
 def add_virtual_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) -> Catalog:
-    """Add tensors of zeros to *catalog*, as virtual files.
+    """Add all-zero tensors, which are stored in virtual files, to *catalog*.
 
     Args:
-        catalog: The source.
-        zeros: Tensors of zeros to add.
-        root: Prefix in *catalog* of the tensors whose dtypes are used for *zeros*.
+        catalog: Catalog of the source.
+        zeros: All-zero tensors to add.
+        root: Prefix in *catalog* of the tensors from which *zeros* take their dtypes.
     """
     if not zeros:
         return catalog
@@ -311,9 +314,10 @@ def add_virtual_zeros(catalog: Catalog, zeros: Sequence[ZeroTensor], root: str) 
 
 
 def add_virtual_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
-    """Replace each source tensor with an offset by a virtual file that contains the sum.
+    """Replace each source tensor to which a number is added by a virtual file.
 
-    Sums have the dtype of the tensors, and are cast afterwards if requested.
+    The virtual file contains the sum of tensor and number in the dtype of the tensor. A requested
+    cast is applied afterwards.
     """
     offsets = {
         source.key: source.offset

@@ -1,4 +1,4 @@
-"""Model in a checkpoint: its prefix, family and layout."""
+"""Recognition of the model in a checkpoint, with its prefix, family and layout."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ MAX_SHOWN_CANDIDATES = 12
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 CONFIG_HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
-"""Keys below Lightning's ``hyper_parameters`` that may hold the model's configuration."""
+"""Keys in Lightning's ``hyper_parameters`` that may contain the model's configuration."""
 VOCABULARY_AXIS = "v"
-"""Axis of the vocabulary's rows."""
+"""Name of the axis that indexes the rows of the vocabulary."""
 PADDED_LAYOUTS = ("mcore", "mcore-local")
-"""Layouts of programs that pad the vocabulary."""
+"""Layouts of Megatron-Core, which pads the vocabulary."""
 
 
 class WrongTypeError(MappingError):
@@ -71,16 +71,16 @@ class WrongTypeError(MappingError):
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """File that describes the model.
+    """File or stored value that describes the model.
 
     Attributes:
         name: ``config.json``, ``params.json``, ``arguments`` (with config.json's keys) or
             ``megatron`` (with Megatron's keys).
-        place: Description of the file or value for messages.
-        content: Parsed content.
-        assets: Whether the file is from ``--assets``.
-        complete: Whether a missing key of a config.json means transformers' default. Training
-            arguments may be incomplete.
+        place: Text that identifies the file or value in messages.
+        content: Parsed JSON object.
+        assets: Whether the file is in the folder that ``--assets`` names.
+        complete: Whether a missing key means that transformers' default applies, as in config.json.
+            False for training arguments, which may omit other values.
     """
 
     name: str
@@ -96,9 +96,9 @@ class ModelRequest:
 
     Attributes:
         model_type: Name of the family.
-        layout: Layout of the model's tensors.
-        root: Prefix of the model's names in the checkpoint.
-        sizes: Axis sizes and numbers of layers.
+        layout: Name of the layout of the model's tensors.
+        root: Prefix of the model's tensor names in the checkpoint.
+        sizes: Axis sizes and numbers of layers, by name.
     """
 
     model_type: str | None = None
@@ -116,22 +116,23 @@ class Model:
 
     Attributes:
         catalog: Catalog of the checkpoint.
-        request: Properties that the user set.
+        request: Properties of the model that the user set.
         documents: Parsed config.json and params.json, by file name.
         described: All descriptions of the model, which must agree for a change of layout.
-        model_type: Family, if exactly one matches.
-        candidates: All families that match.
-        layout: Layout, if exactly one matches; None for an unknown family.
-        alike: Other layouts with the same names and axis orders.
+        model_type: Name of the family, or None unless exactly one family matches.
+        candidates: Names of all families that match.
+        layout: Name of the layout, or None unless exactly one layout of a known family matches.
+        alike: Other layouts that have the same tensor names and axis orders as *layout*.
         evidence: Description of each candidate, for messages.
-        root: Prefix of the model's names in the checkpoint, with its dot; empty at the top.
-        exact: Whether every key is known and none is missing.
-        config: Content of config.json, or recorded facts under its keys, or None.
-        params: Content of params.json, or None.
-        inner_models: Prefixes of models elsewhere in the checkpoint with the families that match,
-            if none matches at *root*.
-        pairs: Families and layouts that match; equivalent layouts are listed once.
-        matched: Match of the model's keys in each layout of *pairs*.
+        root: Prefix of the model's tensor names in the checkpoint, ending with a dot, or an empty
+            string if the names have no prefix.
+        exact: Whether every key of the model is known to the family and no key is missing.
+        config: Parsed config.json, or facts recorded elsewhere under the same keys, or None.
+        params: Parsed params.json, or None.
+        inner_models: If no family matches at *root*, the prefixes of models elsewhere in the
+            checkpoint, with the families that match there.
+        pairs: Matching pairs of family and layout; equivalent layouts are listed once.
+        matched: Matched keys of the model, by layout.
         contradicted_families: Families that would match if recorded facts did not contradict them.
     """
 
@@ -155,49 +156,55 @@ class Model:
 
     @cached_property
     def selection(self) -> Selection:
-        """Leaves of the model, and names of all other leaves."""
+        """Tensors and other values of the model, and the names of leaves outside the model."""
         return select_model(self.catalog, self.root)
 
     @cached_property
     def is_adapter(self) -> bool:
-        """Whether the checkpoint contains low-rank factors."""
+        """Whether the checkpoint is an adapter, which contains low-rank factors."""
         return has_adapter_factors(self.catalog.tensors)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Tensors of the model by name, without the prefix *root*."""
+        """Tensors of the model, by name without the prefix *root*."""
         return self.selection.tensors
 
     def is_tied(self, family: Family) -> bool:
-        """Check if the tensors that *family* may tie are tied."""
+        """Check if the tensors that models of *family* can tie are tied in this model."""
         return has_tied_embeddings(family, self.config, self.params)
 
     def get_axis_sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
-        """Return the axis sizes that files or the user state. Add implied sizes if *implied*."""
+        """Return the axis sizes that files or the user state, by axis name.
+
+        If *implied* is true, sizes that follow from other sizes are included.
+        """
         return read_sizes(
             family, self.config, self.params, self.request.sizes, include_defaults=implied
         )
 
     def get_layer_lists(self, family: Family) -> dict[str, list[int]]:
-        """Return the lists of layer numbers from the configuration."""
+        """Return the lists of layer numbers that the configuration states, by name."""
         return read_layer_lists(family, self.config)
 
     def recognize_as(self, model_type: str) -> Model:
-        """Recognize the same checkpoint as *model_type*."""
+        """Recognize the model again, as if the user had passed *model_type*."""
         request = replace(self.request, model_type=model_type)
         return replace(
             recognize_model(self.catalog, self.documents, request), described=self.described
         )
 
     def match_keys(self, family: Family, layout: Layout, keys: Collection[str]) -> MatchedKeys:
-        """Match *keys* to *layout*. Reuse the recorded match if *keys* are those of the model."""
+        """Match *keys* to *layout*.
+
+        If *keys* are the keys of the model, the stored match is returned.
+        """
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched
         return match_keys(family, layout, keys)
 
     def list_unknown_keys(self, keys: Collection[str]) -> Sequence[str]:
-        """List the *keys* that the best-matching family does not have."""
+        """List the elements of *keys* that are unknown to the family that matches best."""
         if self.exact or not self.pairs:
             return ()
         name, layout = self.pairs[0]
@@ -205,12 +212,12 @@ class Model:
         return self.match_keys(family, family.get_layout(layout), keys).unmatched
 
     def has_stated_padding(self, rows: int, size: int) -> bool:
-        """Check if recorded facts state that only *size* of *rows* rows are in use."""
+        """Check if recorded facts confirm that a vocabulary of *size* was padded to *rows* rows."""
         records = formats.get_format(self.catalog.format).parse_recorded_facts(self.catalog)
         return records is not None and records.confirms_padding(rows, size)
 
     def without_model_type(self, layout: str | None) -> Model:
-        """Return a copy of unknown model type whose names follow *layout*."""
+        """Return a copy whose model type is unknown and whose tensor names follow *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
 
     @property
@@ -220,7 +227,7 @@ class Model:
 
     @property
     def display_name(self) -> str:
-        """Model type for messages."""
+        """Text that identifies the model type in messages."""
         return self.model_type or format_model_types(self.candidates) or "unknown model"
 
 
@@ -310,7 +317,10 @@ def recognize_model(
 def _list_possible_families(
     catalog: Catalog, request: ModelRequest, config: Json | None
 ) -> Mapping[str, Family]:
-    """List the requested family, which *config* must not contradict, or all families."""
+    """Return the requested family, or all families if none is requested, by name.
+
+    Raise if *config* contradicts the requested family.
+    """
     if not request.model_type:
         return families.load_families()
     family = families.family(request.model_type)
@@ -327,10 +337,10 @@ def _detect_candidates(
     request: ModelRequest,
     records: RecordedFacts | None,
 ) -> tuple[Candidates, list[Candidate]]:
-    """Detect families and layouts of the tensors below *prefix*.
+    """Detect the families and layouts that match the tensors whose names start with *prefix*.
 
     Returns:
-        Candidates that fit, and those that *records* of the trainer contradict.
+        Candidates that match, and candidates that only the trainer's *records* contradict.
     """
     format = formats.get_format(catalog.format)
     shapes = {name: entry.shape for name, entry in select_model(catalog, prefix).tensors.items()}
@@ -358,7 +368,7 @@ def _detect_candidates(
 
 
 def _select_layout(candidates: Candidates, layout: str | None, path: TreePath) -> list[Candidate]:
-    """Select the candidates in *layout*, or all if it is None.
+    """Select the candidates that have the layout *layout*, or all candidates if it is None.
 
     Raises:
         MappingError: No candidate has that layout.
@@ -382,11 +392,11 @@ def iterate_descriptions(
     """Yield all descriptions of the model in a checkpoint, including trainer arguments.
 
     Lightning stores the arguments of a module as ``hyper_parameters``, which may contain a complete
-    config.json or single keys of it.
+    config.json or only some of its keys.
 
     Args:
         catalog: Catalog of the checkpoint.
-        folders_by_document: Folders of files, by name.
+        folders_by_document: Folder that each document was read from, by file name, or None.
     """
     for name, content in catalog.documents.items():
         if name in CONFIG_FILES:
@@ -417,7 +427,7 @@ def iterate_descriptions(
 
 
 def _nest_leaf_values(blobs: Iterable[Blob], path: Path) -> Json:
-    """Build a nested dictionary from the values of the leaves below *path*."""
+    """Build a nested dictionary from the non-tensor values whose key paths start with *path*."""
     values: dict[str, Any] = {}
     for blob in blobs:
         keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
@@ -430,7 +440,7 @@ def _nest_leaf_values(blobs: Iterable[Blob], path: Path) -> Json:
 
 
 def _require_matching_type(family: Family, given_name: str, config: Json, where: TreePath) -> None:
-    """Raise if config.json names another known model type than the user.
+    """Raise if config.json names a known model type that differs from the user's *given_name*.
 
     Model types are equivalent if they are the same or share an ancestor (:attr:`Family.refines`),
     if their hf layouts store the same tensors, or if the type of a submodel in config.json matches.
@@ -481,7 +491,10 @@ def _list_families(fitting: Candidates) -> tuple[str, ...]:
 def _find_inner_models(
     catalog: Catalog, families_by_name: Mapping[str, Family], tried: Mapping[str, Candidates]
 ) -> dict[str, Candidates]:
-    """Find parts of *catalog* that exactly match a family, by prefix."""
+    """Find prefixes in *catalog* whose tensors exactly match a family.
+
+    Return the matching candidates by prefix. *tried* contains the results for known prefixes.
+    """
     models: dict[str, Candidates] = {}
     for prefix in list_subtree_prefixes(catalog):
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
@@ -496,7 +509,7 @@ def _find_inner_models(
 
 
 def _add_tied_families(model: Model, families_by_name: Mapping[str, Family]) -> Model:
-    """Add the tied variants of the family if its tied tensors have equal recorded checksums.
+    """Add families that tie two tensors, if the checksums recorded for these tensors are equal.
 
     Meta's files of Llama 3.2 store the embedding twice, and params.json does not state that the
     tensors are tied.
@@ -530,7 +543,7 @@ def _add_tied_families(model: Model, families_by_name: Mapping[str, Family]) -> 
 def _have_same_checksums(
     tensors: Mapping[str, TensorEntry], first_name: str, second_name: str
 ) -> bool:
-    """Check if two tensors have the same recorded checksum for every box."""
+    """Check if two tensors have the same boxes, each with the same recorded checksum."""
     crcs = [
         [(extent.box, extent.crc32) for extent in tensors[name].extents]
         for name in (first_name, second_name)
@@ -578,7 +591,7 @@ def require_single_model(model: Model) -> None:
 
 
 def describe_model_locations(model: Model) -> str:
-    """Describe where the models of a checkpoint are, for messages."""
+    """List the prefixes of the models in a checkpoint as text for messages."""
     parts = [
         f"`{prefix.rstrip('.')}` ({format_model_types(names)})"
         for prefix, names in model.inner_models
@@ -625,7 +638,7 @@ def _format_root_option(prefix: str) -> str:
 
 
 def build_unknown_model_hint(model: Model) -> str:
-    """Return the hint for an unknown model."""
+    """Build the error hint for a model that no family matches."""
     if model.contradicted_families:
         return (
             f"pass {format_option(f'--model-type {model.contradicted_families[0]}')} to list the "
@@ -644,7 +657,10 @@ def build_unknown_model_hint(model: Model) -> str:
 
 
 def _format_deciding_option(model: Model) -> str:
-    """Format the option that resolves the ambiguity, with the possible values if they are few."""
+    """Format the option that selects one of the matching families or layouts, for a hint.
+
+    The possible values are listed if there are only a few.
+    """
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
@@ -657,7 +673,7 @@ def _format_deciding_option(model: Model) -> str:
 
 
 def _explain_mismatch(model: Model) -> str:
-    """Explain why no family matches."""
+    """Explain why no family matches the tensors, as text for an error."""
     if model.request.model_type:
         return f"no layout of `{model.request.model_type}` has these keys"
     if model.contradicted_families:

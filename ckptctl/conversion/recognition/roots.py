@@ -1,8 +1,8 @@
-"""Prefixes of models in a checkpoint, and selection of their leaves.
+"""Prefixes of models in a checkpoint, and selection of the leaves under a prefix.
 
-A *root* is a prefix with its dot, such as ``state_dict.model.``. Containers are dictionaries
-(``{"model": {...}}``). Wrappers add a prefix to every name (``module.`` of data parallelism,
-``_orig_mod.`` of ``torch.compile``). Both can be nested to any depth.
+A *root* is a name prefix that ends with a dot, such as ``state_dict.model.``. Containers are
+dictionaries (``{"model": {...}}``). Wrappers add a prefix to every name (``module.`` of data
+parallelism, ``_orig_mod.`` of ``torch.compile``). Both can be nested to any depth.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ ROOT_NAMES = frozenset(
         *("_orig_mod", "_forward_module", "_fsdp_wrapped_module"),
     }
 )
-"""Names of containers of models, and of wrappers."""
+"""Names of dictionaries that contain models, and name prefixes that wrappers add."""
 TRANSPARENT_ROOTS = frozenset({"state", "app", "dcp"})
-"""Names in :data:`ROOT_NAMES` of dictionaries with the model's container and other values."""
+"""Names of outer dictionaries that contain a model's dictionary next to other values.
+
+All of them are also in :data:`ROOT_NAMES`.
+"""
 WRAPPER_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
+"""Name components that ``torch.compile``, FSDP and activation checkpointing add to layers."""
 TRAINING_NAMES = frozenset(
     {
         *("optimizer", "optimizers", "optim", "opt", "optimizer_state_dict", "optimizer_states"),
@@ -41,17 +44,18 @@ TRAINING_NAMES = frozenset(
     }
 )
 MAX_DEPTH = 4
-"""Maximum depth of the prefixes that :func:`list_subtree_prefixes` returns."""
+"""Maximum number of name components in the prefixes of :func:`list_subtree_prefixes`."""
 MIN_TENSORS = 3
-"""Minimum number of tensors in a part that may be a model."""
+"""Minimum number of tensors under a prefix of :func:`list_subtree_prefixes`."""
 MAX_SUBTREES = 24
-"""Maximum number of parts."""
+"""Maximum number of prefixes that :func:`list_subtree_prefixes` returns."""
 
 
 def list_possible_roots(catalog: Catalog) -> list[str]:
-    """List the prefixes under which a model may be, the most likely first.
+    """List the prefixes under which a model may be stored, with the most likely prefix first.
 
-    A container may have siblings. A wrapper must be a prefix of all names except training state.
+    A container dictionary may be one of several. A wrapper prefix must be common to all names
+    except training state.
     """
     inner_roots = _find_roots(catalog)
     container_roots = list_container_prefixes(catalog, inner_roots)
@@ -60,7 +64,7 @@ def list_possible_roots(catalog: Catalog) -> list[str]:
 
 
 def list_container_prefixes(catalog: Catalog, roots: Sequence[str] | None = None) -> list[str]:
-    """List the prefixes of dictionaries with names that models have, the innermost first."""
+    """List the prefixes of dictionaries whose names suggest a model, with the innermost first."""
     candidates = _find_roots(catalog) if roots is None else roots
     dictionaries = _list_dictionaries(catalog) if candidates else ()
     prefixes = (
@@ -72,9 +76,9 @@ def list_container_prefixes(catalog: Catalog, roots: Sequence[str] | None = None
 
 
 def list_subtree_prefixes(catalog: Catalog) -> list[str]:
-    """List prefixes of parts that may be models under any name, outer ones first.
+    """List prefixes under which there are enough tensors for a model, with outer prefixes first.
 
-    Parts with a number in their name are layers and are not included.
+    Prefixes with a numeric component are skipped, because they are layers.
     """
     count: Counter[str] = Counter()
     for name in _list_model_names(catalog, ""):
@@ -88,15 +92,15 @@ def list_subtree_prefixes(catalog: Catalog) -> list[str]:
 
 
 def has_all_weights(catalog: Catalog, root: str) -> bool:
-    """Check if only training state is outside of *root*."""
+    """Check if all tensors except training state have the prefix *root*."""
     return all(name.startswith(root) for name in _list_model_names(catalog, ""))
 
 
 def strip_wrappers(catalog: Catalog) -> Catalog:
-    """Remove the names of layer wrappers from the names of *catalog*.
+    """Remove name components that layer wrappers added from all names in *catalog*.
 
-    ``layers.0._orig_mod.wq.weight`` becomes ``layers.0.wq.weight``. Prefixes of all names are roots
-    and are kept. If names would no longer be unique, all are kept.
+    ``layers.0._orig_mod.wq.weight`` becomes ``layers.0.wq.weight``. Wrapper names at the start of a
+    name belong to the root and are kept. If shortened names are not unique, no name is changed.
     """
     leaves = (*catalog.tensors, *catalog.blobs)
     if not any(word in name for name in leaves for word in WRAPPER_NAMES):
@@ -113,7 +117,7 @@ def strip_wrappers(catalog: Catalog) -> Catalog:
 
 
 def rename_leaves(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
-    """Rename all leaves of *catalog*. New names must be unique."""
+    """Rename all leaves of *catalog* according to *names*, whose values must be unique."""
     tensors = [_rename_entry(entry, names) for entry in catalog.tensors.values()]
     blobs = [
         replace(
@@ -131,7 +135,11 @@ def rename_leaves(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
 
 
 def parse_root(catalog: Catalog, root: str) -> str:
-    """Return the ``--root`` of the user with a trailing dot, or "" for ``.``."""
+    """Convert the value of ``--root`` to a prefix with a trailing dot, or to "" if it is ``.``.
+
+    Raises:
+        UsageError: No tensor has the prefix.
+    """
     prefix = f"{root.strip('.')}." if root.strip(".") else ""
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix
@@ -158,7 +166,10 @@ def is_training_state(name: str) -> bool:
 
 
 def is_outside_model(catalog: Catalog, name: str) -> bool:
-    """Check if leaf *name* is training state. In formats without training state, none is."""
+    """Check if the leaf *name* is training state.
+
+    The result is False if the format of *catalog* cannot store training state.
+    """
     is_training_blob = formats.get_format(catalog.format).training and name in catalog.blobs
     return bool(is_training_blob) or (
         stores_training_state(catalog.format) and is_training_state(name)
@@ -166,7 +177,7 @@ def is_outside_model(catalog: Catalog, name: str) -> bool:
 
 
 def stores_training_state(format: str) -> bool:
-    """Check if a format can store training state."""
+    """Check if checkpoints in *format* can contain training state."""
     known_format = formats.get_format(format)
     return (
         bool(known_format.training)
@@ -176,7 +187,7 @@ def stores_training_state(format: str) -> bool:
 
 
 def _find_roots(catalog: Catalog) -> list[str]:
-    """Find all prefixes below the top, outer ones first."""
+    """Find the prefixes of container dictionaries and wrappers, with outer prefixes first."""
     dictionaries = _list_dictionaries(catalog)
     roots: list[str] = []
     pending = [("", _list_model_names(catalog, ""))]
@@ -192,7 +203,7 @@ def _find_roots(catalog: Catalog) -> list[str]:
 
 
 def _list_model_names(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
-    """List the names under *root* that are not training state, among *names* or all tensors."""
+    """Return *names* under *root* except training state; None means all tensors of *catalog*."""
     names = catalog.tensors if names is None else names
     if not stores_training_state(catalog.format):
         return list(names)
@@ -208,7 +219,7 @@ def _list_dictionaries(catalog: Catalog) -> frozenset[str]:
 
 
 def _strip_wrappers(name: str) -> str:
-    """Remove the names of layer wrappers from *name*."""
+    """Remove the components that layer wrappers added to *name*, except those at the start."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.lower() not in ROOT_NAMES), len(parts))
     return ".".join(
@@ -223,7 +234,7 @@ def _rename_entry(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
 
 
 def _rename_path(path: Path, name: str, new_name: str) -> Path:
-    """Change *path* of the leaf called *name* to a path for *new_name*."""
+    """Return the key path of a leaf after it is renamed from *name* to *new_name*."""
     if name == new_name:
         return path
     head = path[:-1]
@@ -233,13 +244,14 @@ def _rename_path(path: Path, name: str, new_name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Leaves of the model under their names inside the model.
+    """Leaves that belong to the model, by name without the model's prefix.
 
     Attributes:
-        root: Prefix of the names in the checkpoint, with its dot; empty at the top.
-        tensors: Tensors of the model. Their entries keep their names in the checkpoint.
+        root: Prefix of the model's leaf names in the checkpoint, ending with a dot, or an empty
+            string if the names have no prefix.
+        tensors: Tensors of the model. Each entry keeps its full name in the checkpoint.
         blobs: Non-tensor values of the model.
-        rest: Names of all other leaves in the checkpoint.
+        rest: Names of all leaves in the checkpoint that do not belong to the model.
     """
 
     root: str
@@ -249,7 +261,10 @@ class Selection:
 
 
 def select_model(catalog: Catalog, root: str) -> Selection:
-    """Select the leaves under *root*, or all except training state at the top."""
+    """Select the leaves under *root*.
+
+    If *root* is empty, all leaves except training state are selected.
+    """
     leaves = (*catalog.tensors, *catalog.blobs)
     if root:
         inner_names = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}
@@ -277,14 +292,14 @@ def select_by_globs(
     include_training_state: bool,
     missing_names: Sequence[str] = (),
 ) -> tuple[Selection, tuple[str, ...]]:
-    """Apply ``--include`` and ``--exclude`` to the names inside the model.
+    """Apply ``--include`` and ``--exclude`` to leaf names without the model's prefix.
 
     Args:
         selection: Leaves to select from.
-        include: Globs of leaves to keep; all if empty.
+        include: Globs of leaves to keep, or an empty sequence to keep all.
         exclude: Globs of leaves to skip.
         include_training_state: Whether leaves outside the model are selected as well.
-        missing_names: Names of missing tensors, which patterns may also match.
+        missing_names: Names of missing tensors, which a pattern may match instead of a leaf.
 
     Returns:
         The selected leaves, and the names of the leaves that are not selected.
@@ -355,7 +370,7 @@ def _matches_any(name: str, root: str, patterns: Iterable[str]) -> bool:
 
 Part = Literal["model", "optimizer", "scheduler", "loader", "rest"]
 FOLDED_PARTS: tuple[Part, ...] = ("optimizer", "scheduler", "loader")
-"""Parts that are shown as one line each after the model, in this order."""
+"""Kinds of training state that are shown after the model, in this order, with one line each."""
 _WORDS: dict[Part, re.Pattern[str]] = {
     "optimizer": re.compile(r"optim|opt(_\d+)?$"),
     "scheduler": re.compile(r".*scheduler"),
@@ -365,9 +380,9 @@ _CONTAINER = re.compile(r"extra_state|rank_\d+")
 
 
 def classify_leaf(name: str, root: str, format: str) -> Part:
-    """Classify a leaf of a checkpoint in *format* whose model is under *root*.
+    """Classify the leaf *name* of a checkpoint in *format* whose model has the prefix *root*.
 
-    ``rest`` covers random states, callbacks and other models.
+    The result is ``rest`` for RNG states, callbacks and other models.
     """
     if name.startswith(root) and (
         root or not (stores_training_state(format) and is_training_state(name))

@@ -4,8 +4,8 @@
 number of tensor-parallel ranks (``megatron/training/tokenizer``). Models with another number of
 rows can load such a checkpoint, because embedding and output layer are declared with
 ``allow_shape_mismatch`` and missing rows become zeros. The vocabulary size is that of config.json.
-Rows without a token are also trained, as outputs that never occur, and may be nonzero. Then the
-trainer's arguments must state that the rows are padding.
+Padding rows may become nonzero in training, because the output layer also computes logits for them.
+The trainer's arguments must then state that the rows are padding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def note_unstated_padding(change: LayoutChange, stated_rows: int | None) -> None
 
 
 def count_vocabulary_rows(tensors: ModelTensors) -> int | None:
-    """Return the number of vocabulary rows, or None if tensors differ or have none."""
+    """Return the number of vocabulary rows.
+
+    Return None if no tensor has a vocabulary axis, or if its size differs between tensors.
+    """
     row_counts = {
         tensors.shapes[key][dim] for key, dim in tensors.find_dims(VOCABULARY_AXIS).items()
     }
@@ -49,7 +52,7 @@ def count_vocabulary_rows(tensors: ModelTensors) -> int | None:
 
 
 def count_rows_with_padding(tensors: ModelTensors, size: int | None) -> int | None:
-    """Return the number of vocabulary rows if there are more than *size*, or None."""
+    """Return the number of vocabulary rows if it exceeds *size*, or None otherwise."""
     rows = count_vocabulary_rows(tensors)
     return rows if rows is not None and size is not None and rows > size else None
 
@@ -57,7 +60,10 @@ def count_rows_with_padding(tensors: ModelTensors, size: int | None) -> int | No
 def drop_padding(
     change: LayoutChange, tensors: ModelTensors, size: int, *, is_stated: bool
 ) -> LayoutChange:
-    """Limit *change* to a vocabulary of *size* rows. The other rows must be padding."""
+    """Limit *change* to the first *size* rows of the vocabulary.
+
+    If *is_stated* is false, the conversion verifies that the dropped rows are zero.
+    """
     rows = change.sizes[VOCABULARY_AXIS]
     read = {source.key for item in change.tensors for source in item.sources}
     regions = []
@@ -78,7 +84,7 @@ def drop_padding(
 
 
 def require_separate_rows(change: LayoutChange, family: Family) -> None:
-    """Raise if a tensor fuses the vocabulary with other rows, so it cannot be resized."""
+    """Raise if the vocabulary axis is fused with another axis, so that it cannot be resized."""
     layouts = (
         family.get_layout(name) for name in (change.source_layout, change.target_layout) if name
     )
@@ -102,13 +108,13 @@ def require_separate_rows(change: LayoutChange, family: Family) -> None:
 
 
 def compute_padded_size(tensors: ModelTensors) -> int | None:
-    """Return the number of vocabulary rows after padding, or None if there is no vocabulary."""
+    """Return the number of vocabulary rows after padding, or None if that number is unknown."""
     rows = count_vocabulary_rows(tensors)
     return None if rows is None else -(-rows // VOCABULARY_PAD_MULTIPLE) * VOCABULARY_PAD_MULTIPLE
 
 
 def note_padding(change: LayoutChange, rows: int, *, is_asked: bool) -> None:
-    """Add a note that the vocabulary is padded with zeros."""
+    """Add a note that the vocabulary is padded with zeros to *rows* rows."""
     option_hint = f"pass {format_option('--vocab-size')} for another size"
     why = "" if is_asked else f", a multiple of {VOCABULARY_PAD_MULTIPLE} ({option_hint})"
     rows_before = pluralize(change.sizes[VOCABULARY_AXIS], "row")
