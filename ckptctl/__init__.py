@@ -143,7 +143,10 @@ def _import_name(name: str) -> Any:
 
 
 def _build_placeholder(name: str, reason: str) -> type:
-    """Build a placeholder for a name that cannot be imported. Calling it retries the import."""
+    """Build a placeholder class for a public name that cannot be imported.
+
+    Calling the placeholder retries the import.
+    """
 
     def new(_: object, *args: object, **options: object) -> object:
         return _import_name(name)(*args, **options)

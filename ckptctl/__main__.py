@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the program. Handle Ctrl-C the same way while modules are still being imported."""
+    """Run the command line, and handle Ctrl-C even while modules are being imported."""
     # Python searches for reference cycles after every 700 new objects, which takes a sixth of the
     # time of a short command: importing modules and reading indexes creates objects, no garbage.
     gc.set_threshold(50_000, 20, 50)

@@ -21,17 +21,17 @@ from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
 MANIFEST = "ckptctl.manifest.json"
-"""File next to a checkpoint with checksums, for formats that store none."""
+"""Name of the file that stores checksums next to a checkpoint whose format stores none."""
 VIRTUAL_PREFIX = "//"
 MEMORY_PREFIX = "/memory/"
 
 
 class Index(int):
-    """Position in a list, as opposed to an integer key of a dictionary."""
+    """Position of an element in a list, distinct from an integer key of a dictionary."""
 
 
 class TupleIndex(Index):
-    """Position in a tuple."""
+    """Position of an element in a tuple."""
 
 
 Path = tuple[str | int | Index, ...]
@@ -40,7 +40,10 @@ Path = tuple[str | int | Index, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Rectangular part of a tensor (DCP's chunk). Both fields are empty for a 0-d tensor."""
+    """Rectangular region of a tensor, like a chunk in DCP.
+
+    Offsets and sizes have one number per dimension, so they are empty for a 0-d tensor.
+    """
 
     offsets: Annotated[tuple[int, ...], JsonField("first index in each dimension")]
     sizes: Annotated[tuple[int, ...], JsonField("length in each dimension")]
@@ -52,7 +55,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """Return the box that covers a tensor of *shape*."""
+        """Return the box that covers all elements of a tensor of *shape*."""
         return cls((0,) * len(shape), shape)
 
     def __str__(self) -> str:
@@ -62,7 +65,7 @@ class Box:
 
 @lru_cache(maxsize=4096)
 def compute_row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
+    """Return the strides in elements of a contiguous tensor of *shape*."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -76,9 +79,9 @@ class Checksum:
     """Byte range of a file with the CRC-32 that the format records for it.
 
     Attributes:
-        offset: First byte in the file.
-        nbytes: Number of bytes from there.
-        crc32: Their CRC-32.
+        offset: Offset of the first byte in the file.
+        nbytes: Length of the range in bytes.
+        crc32: CRC-32 of the range.
     """
 
     offset: int
@@ -87,11 +90,11 @@ class Checksum:
 
 
 class ItemPart(NamedTuple):
-    """Part of the tensor in a ``torch.save`` zip that an extent stores.
+    """Selection of the tensor stored in a ``torch.save`` zip that an extent refers to.
 
     Attributes:
-        shape: Shape of that tensor.
-        row: Index of the part along dimension 0, or None for the entire tensor.
+        shape: Shape of the tensor in the zip.
+        row: Index along dimension 0 that is selected, or None to select the entire tensor.
     """
 
     shape: tuple[int, ...]
@@ -103,18 +106,18 @@ class Extent:
     """Box of a tensor and the byte range that stores it.
 
     Attributes:
-        box: Part of the tensor.
+        box: Region of the tensor.
         file: Path relative to the checkpoint's root, with ``/``, or the :func:`build_computed_name`
             of a virtual file.
-        offset: First byte in the file.
-        nbytes: Number of bytes.
+        offset: Offset of the first byte in the file.
+        nbytes: Number of bytes in the file.
         codec: ``raw`` if the bytes are the elements. ``torch`` if they are a ``torch.save`` zip
             (write item of a ``.distcp`` file), which must be resolved before reading.
         strides: Strides in elements, or None for row-major order.
         crc32: CRC-32 of the bytes, or None if the format records none.
-        within: Recorded checksum of a longer range that contains these bytes.
-        part: For codec ``torch``, the part of the stored tensor, or None if the zip contains
-            exactly the box.
+        within: Recorded checksum of a longer byte range that contains the extent, or None.
+        part: For codec ``torch``, the part of the tensor in the zip that fills the box, or None if
+            the zip contains exactly the box.
     """
 
     box: Box
@@ -145,8 +148,8 @@ class TensorEntry:
         shape: Global shape.
         extents: Extents that tile the tensor; a tuple, or columns that create objects on demand.
         path: Keys from the root of the saved object down to the tensor.
-        alias_of: Name of another tensor of the checkpoint that has exactly the same memory.
-        requires_grad: Recorded value; False if the format does not record it.
+        alias_of: Name of another tensor that shares exactly the same memory, or None.
+        requires_grad: Value of ``requires_grad`` that the format records, or False if none.
         unsupported: Short reason why the elements cannot be read, or None. Such a tensor has no
             extents.
     """
@@ -164,7 +167,7 @@ class TensorEntry:
     def build_unreadable(
         cls, name: str, dtype: str, shape: tuple[int, ...], path: Path, why: str
     ) -> TensorEntry:
-        """Build the entry of a tensor whose elements cannot be read."""
+        """Build an entry without extents for a tensor whose elements cannot be read."""
         return cls(name, dtype, shape, (), path, unsupported=why)
 
     @property
@@ -183,8 +186,8 @@ class ComputeInput:
     """Input tensor of a computed tensor.
 
     Attributes:
-        root: Absolute path of the directory that the entry's files are relative to. The tensors of
-            an adapter have another root than the checkpoint.
+        root: Absolute path of the directory that the entry's files are relative to. The root of an
+            adapter's tensors differs from the root of the checkpoint.
         entry: Entry of the tensor. The extents have codec ``raw``, tile the tensor, and may be in
             virtual files.
     """
@@ -202,7 +205,7 @@ class ComputedTensor:
         dtype: torch's name of the dtype.
         shape: Shape of the tensor.
         inputs: Input tensors, in the order that the kind expects.
-        arguments: Further arguments, of a type that the kind defines.
+        arguments: Further arguments of the computation, whose type depends on *kind*.
     """
 
     kind: str
@@ -222,7 +225,7 @@ class ComputedTensor:
 
 
 def build_computed_name(key: str) -> str:
-    """Return the name of the virtual file of tensor *key*. No real file has such a name."""
+    """Return the name of the virtual file for tensor *key*, which no real file can have."""
     return VIRTUAL_PREFIX + key
 
 
@@ -232,7 +235,7 @@ def is_computed(file: str) -> bool:
 
 
 def build_memory_name(key: str) -> str:
-    """Return the file name that stands for a piece of memory in a plan. No real file has it."""
+    """Return the file name that represents memory *key* in a plan, which no real file can have."""
     return MEMORY_PREFIX + key
 
 
@@ -242,7 +245,7 @@ def parse_memory_key(name: str) -> str:
 
 
 def list_input_files(computed: Mapping[str, ComputedTensor]) -> frozenset[tuple[TreePath, str]]:
-    """List ``(root, file)`` of every real file that virtual files are computed from."""
+    """List the real files that virtual files are computed from, as ``(root, file)`` pairs."""
     return frozenset(
         (item.root, extent.file)
         for virtual in computed.values()
@@ -255,7 +258,7 @@ def list_input_files(computed: Mapping[str, ComputedTensor]) -> frozenset[tuple[
 def find_reachable_files(
     computed: Mapping[str, ComputedTensor], files: Iterable[str]
 ) -> dict[str, ComputedTensor]:
-    """Find the virtual files among *files* and among their inputs, recursively."""
+    """Find the virtual files among *files* and, recursively, among the inputs of virtual files."""
     names = list(files)
     reachable: dict[str, ComputedTensor] = {}
     while names:
@@ -274,8 +277,8 @@ class Blob:
         name: Fully qualified name.
         path: Keys from the root of the saved object down to the leaf.
         file: File with its ``torch.save`` zip, for DCP byte items, or None if *value* is set.
-        offset: First byte of the zip.
-        nbytes: Length of the zip.
+        offset: Offset in *file* of the first byte of the zip.
+        nbytes: Length of the zip in bytes.
         value: Value from the restricted unpickler, if *file* is None.
         extension: DCP's name of the transformation that the zip was written with; empty if none.
     """

@@ -14,20 +14,20 @@ from typing import overload
 from ckptctl.catalog import Box, Codec, Extent, ItemPart
 
 Vector = tuple[int, ...]
-"""One number per dimension."""
+"""Offsets or sizes of a box, with one number per dimension."""
 Row = tuple[Vector, Vector, str, int, int]
-"""Offsets, sizes, file, first byte and number of bytes of an extent."""
+"""Box offsets, box sizes, file name, byte offset and number of bytes of an extent."""
 NO_CRC = -1
-"""Value in a column of checksums for an extent without one."""
+"""Value in a checksum column for an extent without a recorded checksum."""
 
 
 class BoxColumns(Sequence[Box]):
     """Sequence of boxes, stored as columns. Tensors with equal boxes may share one object.
 
     Attributes:
-        offsets: Offsets of each box.
-        sizes: Sizes of each box.
-        tiled: Shape that the boxes are proven to tile, or None.
+        offsets: Offsets of each box, with one number per dimension.
+        sizes: Sizes of each box, with one number per dimension.
+        tiled: Shape that the boxes are known to tile exactly, or None if this was not checked.
     """
 
     __slots__ = ("offsets", "sizes", "tiled")
@@ -58,16 +58,16 @@ class BoxColumns(Sequence[Box]):
 
 
 class ExtentColumns(Sequence[Extent]):
-    """Sequence of extents without strides, stored as columns. Equals a tuple of the same extents.
+    """Sequence of row-major extents, stored as columns. It equals a tuple of the same extents.
 
     Attributes:
         boxes: Box of each extent.
         files: File of each extent.
-        starts: First byte of each extent.
+        starts: Byte offset of each extent in its file.
         lengths: Number of bytes of each extent.
-        codec: Codec of all extents.
-        parts: Part of each extent, or None if none has one.
-        crcs: CRC-32 or :data:`NO_CRC` of each extent, or None if none has one.
+        codec: Codec that all extents have in common.
+        parts: Value of ``part`` for each extent, or None if no extent has a part.
+        crcs: CRC-32 or :data:`NO_CRC` for each extent, or None if no extent has a checksum.
     """
 
     __slots__ = ("boxes", "codec", "crcs", "files", "lengths", "parts", "starts")
@@ -92,12 +92,12 @@ class ExtentColumns(Sequence[Extent]):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> ExtentColumns:
-        """Build columns from *rows*."""
+        """Build columns from *rows*, each of which describes one extent."""
         offsets, sizes, files, starts, lengths = tuple(zip(*rows, strict=True)) or ((),) * 5
         return cls(BoxColumns(offsets, sizes), files, starts, lengths)
 
     def iterate_rows(self) -> Iterator[Row]:
-        """Iterate over the extents as rows, without creating objects."""
+        """Yield the extents as tuples, without creating :class:`Extent` objects."""
         boxes = self.boxes
         return zip(boxes.offsets, boxes.sizes, self.files, self.starts, self.lengths, strict=True)
 
@@ -136,24 +136,24 @@ class ExtentColumns(Sequence[Extent]):
 
 
 def get_boxes(extents: Sequence[Extent]) -> Sequence[Box]:
-    """Return the boxes of *extents*."""
+    """Return the box of each extent in *extents*."""
     return extents.boxes if isinstance(extents, ExtentColumns) else [e.box for e in extents]
 
 
 def get_offsets_and_sizes(boxes: Sequence[Box]) -> tuple[Sequence[Vector], Sequence[Vector]]:
-    """Return the offsets and the sizes of *boxes*."""
+    """Return the offsets of all *boxes*, and the sizes of all *boxes*."""
     if isinstance(boxes, BoxColumns):
         return boxes.offsets, boxes.sizes
     return [box.offsets for box in boxes], [box.sizes for box in boxes]
 
 
 def get_extent_files(extents: Sequence[Extent]) -> Sequence[str]:
-    """Return the file of each of *extents*."""
+    """Return the file name of each extent in *extents*."""
     return extents.files if isinstance(extents, ExtentColumns) else [e.file for e in extents]
 
 
 def get_byte_ranges(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
-    """Return file, start and end byte of each of *extents*."""
+    """Return the file name, start offset and end offset in bytes of each extent in *extents*."""
     if isinstance(extents, ExtentColumns):
         ends = map(add, extents.starts, extents.lengths)
         return zip(extents.files, extents.starts, ends, strict=True)
@@ -161,7 +161,7 @@ def get_byte_ranges(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]
 
 
 def iterate_digest_values(extents: Sequence[Extent]) -> Iterator[object]:
-    """Yield values whose ``repr`` identifies *extents*, for digests."""
+    """Yield values whose ``repr`` identifies *extents*, for use in a digest."""
     if not isinstance(extents, ExtentColumns):
         yield extents
         return
@@ -170,7 +170,7 @@ def iterate_digest_values(extents: Sequence[Extent]) -> Iterator[object]:
 
 
 def get_codecs(extents: Sequence[Extent]) -> Sequence[Codec]:
-    """Return the codec of each of *extents*."""
+    """Return the codec of each extent in *extents*."""
     if isinstance(extents, ExtentColumns):
         return [extents.codec] * len(extents)
     return [e.codec for e in extents]

@@ -1,7 +1,7 @@
 """JSON documents that ``--json`` prints, and their JSON Schemas.
 
-Schemas are open: a program that uses an older schema still accepts fields that were added later, as
-long as the number is the same. ``docs/reference/json.md`` is generated from the same classes.
+Schemas allow unknown fields, so a program that uses an older schema with the same version number
+accepts fields that were added later. ``docs/reference/json.md`` is generated from the same classes.
 
 Source: https://json-schema.org/draft/2020-12/schema.
 """
@@ -43,7 +43,7 @@ JSON_TYPES: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TracedError:
-    """Error with its traceback."""
+    """Error together with its Python traceback."""
 
     error: Annotated[CkptError, Inline()]
     traceback: Annotated[str | None, JsonField("only with `--debug`", optional=True)] = None
@@ -61,11 +61,11 @@ class ErrorDocument(Result):
 
 @dataclass(frozen=True, slots=True)
 class DocumentForm:
-    """One of several forms of a document.
+    """Variant of a JSON document, such as the output with a certain option.
 
     Attributes:
-        parts: Result classes whose fields are combined. Each item lists alternative classes.
-        option: Option that selects the form; empty for the default form.
+        parts: Groups of result classes. The document combines the fields of one class per group.
+        option: Option that selects this variant, or an empty string for the default.
     """
 
     parts: tuple[tuple[type, ...], ...]
@@ -73,7 +73,7 @@ class DocumentForm:
 
     @classmethod
     def from_text(cls, text: str) -> DocumentForm:
-        """Parse one form of :attr:`Document.prints`."""
+        """Parse one comma-separated item of :attr:`Document.prints`."""
         option, _, parts_text = text.rpartition(": ")
         form_parts = (
             tuple(map(resolve_name, part.split(" | "))) for part in parts_text.split(" & ")
@@ -82,7 +82,10 @@ class DocumentForm:
 
     @property
     def fields(self) -> dict[str, PrintedField]:
-        """Fields without the envelope. A field that is absent from some results is optional."""
+        """Fields by key, excluding the envelope.
+
+        A field is optional if some of the alternative result classes do not have it.
+        """
         fields: dict[str, PrintedField] = {}
         for forms in self.parts:
             form_fields = [
@@ -122,7 +125,7 @@ class Document:
 
     @cached_property
     def forms(self) -> tuple[DocumentForm, ...]:
-        """Forms of the document. Most have one."""
+        """Variants of the document, of which most documents have only one."""
         return tuple(map(DocumentForm.from_text, self.prints.split(", ")))
 
     @property
@@ -133,7 +136,7 @@ class Document:
         return "" if _SECTION.match(paragraph) else " ".join(paragraph.split())
 
     def build_form_schema(self, form: DocumentForm) -> dict[str, Any]:
-        """Build the schema of one form, with descriptions in Markdown."""
+        """Build the JSON Schema of one variant, with descriptions in Markdown."""
         envelope = {
             "schema": {"type": "string", "description": f"`{self.title}`", "enum": [self.title]},
             "ckptctl": {"type": "string", "description": "version of the program"},
@@ -144,7 +147,7 @@ class Document:
         return schema
 
     def build_schema(self, *, closed: bool = False) -> dict[str, Any]:
-        """Build the JSON Schema. A *closed* one rejects unknown fields."""
+        """Build the JSON Schema of the document, which rejects unknown fields if *closed* is true."""
         form_schemas = [_clean_schema(self.build_form_schema(form), closed) for form in self.forms]
         head = {"$schema": SCHEMA_DIALECT, "$id": self.id, "title": self.title}
         if self.description:
@@ -163,7 +166,7 @@ class Documents(Result):
 
 
 def build_type_schema(kind: Any, text: str = "") -> dict[str, Any]:
-    """Build the schema of a type, with *text* as its description."""
+    """Build the JSON Schema of the Python type *kind*, with *text* as its description."""
     if get_origin(kind) is Annotated:
         kind, json_field = get_args(kind)
         text = text or json_field.text
@@ -205,7 +208,10 @@ def _build_object_schema(fields: Any) -> dict[str, Any]:
 
 
 def _clean_schema(node: Any, closed: bool) -> Any:
-    """Remove links from the descriptions of a schema. Make a *closed* one reject unknown fields."""
+    """Remove Markdown links from all descriptions in a schema.
+
+    If *closed* is true, also make the schema reject unknown fields.
+    """
     if isinstance(node, list):
         return [_clean_schema(item, closed) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Element types, under torch's names, without importing torch.
+"""Element types of tensors, with torch's names, without importing torch.
 
 Sources: ``torch/csrc/utils/tensor_dtypes.cpp`` for the names, the safetensors format
 specification (``Dtype`` in ``safetensors/src/tensor.rs``) for its codes.
@@ -17,12 +17,12 @@ SMALLEST_FLOAT32 = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """Element type.
+    """Element type of a tensor.
 
     Attributes:
         name: torch's name without the ``torch.`` prefix.
-        itemsize: Bytes of one element as torch counts elements.
-        short: Name in tables.
+        itemsize: Size in bytes of one element, as torch counts elements.
+        short: Short name that tables show.
         safetensors: Code in a safetensors header, or None if safetensors cannot store the dtype.
         storage: torch's legacy typed storage class, or None if torch pickles an untyped storage and
             the dtype.
@@ -74,7 +74,7 @@ INTEGER_TYPE_CODES: Mapping[int, Literal["B", "H", "I", "Q"]] = {
     8: "Q",
     16: "Q",
 }
-"""Array type codes of the unsigned integers that elements are read as, by size of an element.
+"""Type codes of :mod:`array` for reading elements as unsigned integers, by itemsize in bytes.
 
 An element of 16 bytes is read as two integers.
 """
@@ -95,6 +95,9 @@ def get_itemsize(name: str) -> int:
 
 
 def parse_dtype(text: str) -> str | None:
-    """Return torch's name for user input such as ``bf16`` or ``torch.bfloat16``, or None."""
+    """Return torch's name of the dtype that the user typed, or None if it is unknown.
+
+    Abbreviations and a prefix are accepted, as in ``bf16`` and ``torch.bfloat16``.
+    """
     name = text.strip().lower().removeprefix("torch.")
     return name if name in BY_NAME else _SPELLINGS.get(name)

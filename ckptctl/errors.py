@@ -36,7 +36,7 @@ from ckptctl.results import JsonField, Result
 MAX_LISTED_NAMES = 5
 MAX_ALTERNATIVES = 3
 MIN_SIMILARITY = 0.8
-"""Minimum similarity of suggested names with another first letter."""
+"""Minimum similarity, from 0 to 1, of a suggestion whose first letter differs."""
 
 
 class Problem(Result):
@@ -48,7 +48,7 @@ class Problem(Result):
 
     @property
     def summary(self) -> str:
-        """Failure and evidence in one line."""
+        """One line with the failure and its evidence."""
         return ": ".join(filter(None, (self.what, self.why)))
 
 
@@ -88,11 +88,11 @@ class CkptError(Problem, Exception, order="code exit_code message"):
 
     @property
     def line(self) -> str:
-        """Failure, place and evidence in one line."""
+        """One line with the failure, the affected file or tensor, and the evidence."""
         return ": ".join(filter(None, (self.what, self.where, self.why)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the attributes, so that ranks can exchange errors of all classes."""
+        """Support pickling of all error classes, so that ranks can exchange errors."""
         return __newobj__, (type(self), self.what), self.__dict__
 
 
@@ -110,7 +110,7 @@ class MissingPackageError(UsageError, ImportError):
 
 
 class SourceNotFoundError(CkptError):
-    """The path does not exist or holds nothing."""
+    """The path does not exist or is empty."""
 
     exit_code = 3
     code = "not-found"
@@ -188,7 +188,7 @@ class RefusedError(CkptError):
 
 
 class PartialError(CkptError):
-    """Part of the work failed."""
+    """Some of the requested items failed, and others succeeded."""
 
     exit_code = 7
     code = "partial"
@@ -235,7 +235,7 @@ class ChangedError(StorageError):
     Args:
         root: Root of the checkpoint.
         name: Name of the file.
-        why: Difference of the file, such as its size.
+        why: Evidence of the change, such as a different size.
     """
 
     code = "changed"
@@ -263,7 +263,8 @@ class UnsupportedError(CkptError):
 class ForeignFileError(UnsupportedError, FormatError):
     """A file of a checkpoint has an unsupported format.
 
-    Next to supported files it is unsupported; as the only file it is not a checkpoint.
+    It is an UnsupportedError because the other files may be supported, and a FormatError because
+    a folder that contains only this file is not a checkpoint.
     """
 
 
@@ -275,7 +276,7 @@ class UnsafePickleError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class OptionMention:
-    """Options that a message names together.
+    """Options that appear together in a message.
 
     Attributes:
         options: Options as on the command line, each with its value if there is one.
@@ -309,10 +310,11 @@ def format_option(*options: str, command: str = "") -> str:
 
 @contextmanager
 def override_option_format(spell: Callable[[OptionMention, FormatMention], str]) -> Iterator[None]:
-    """Format options in messages with *spell* within the block.
+    """Use *spell* to format all options that appear in messages within the block.
 
     Args:
-        spell: Function of the options and of the previous function, which it may call.
+        spell: Function that formats the options of its first argument. Its second argument is the
+            function that was used before, which it may call.
     """
     previous = _SPELL_MENTION.get()
     token = _SPELL_MENTION.set(lambda mention: spell(mention, previous))
@@ -326,7 +328,8 @@ def rename_options_in_messages(names: Mapping[str, str]) -> AbstractContextManag
     """Rename options in messages within the block, e.g. ``--from`` to ``--format-b``.
 
     Args:
-        names: Names to show, by the names that messages use, both with leading dashes.
+        names: Mapping of the option names in messages to the names to show, both with leading
+            dashes.
     """
 
     def spell_renamed(mention: OptionMention, spell: FormatMention) -> str:
@@ -375,12 +378,12 @@ def format_command(name: str, *arguments: object, options: Sequence[str] = ()) -
 
 
 def exclude_hint(name: str) -> str:
-    """Return the hint to exclude one item that cannot be converted."""
+    """Return a hint to exclude the item *name*, which cannot be converted."""
     return f"use {format_command('convert', 'SRC', 'DST', options=('--exclude', name))} to skip it"
 
 
 def format_alternatives(names: Sequence[str], word: str = "or") -> str:
-    """Format the first names as alternatives, and append the number of names not shown."""
+    """Join the first names with commas and *word*, and append the number of names not shown."""
     more = len(names) - MAX_ALTERNATIVES
     shown = [
         *names[:MAX_ALTERNATIVES],
@@ -390,7 +393,7 @@ def format_alternatives(names: Sequence[str], word: str = "or") -> str:
 
 
 def format_model_types(model_types: Sequence[str]) -> str:
-    """Format model types as alternatives, or their number if there are many."""
+    """Join model types with "or", or return only their number if there are many."""
     count = len(model_types)
     return (
         format_alternatives(model_types)
@@ -402,8 +405,8 @@ def format_model_types(model_types: Sequence[str]) -> str:
 def find_nearest(name: str, candidates: Sequence[str]) -> str | None:
     """Return the known name most similar to *name*, or None if none is similar.
 
-    A name with another first letter must be more similar, because the first letter is rarely
-    mistyped.
+    A candidate whose first letter differs must be more similar, because users rarely mistype the
+    first letter.
     """
     import difflib
 

@@ -1,4 +1,4 @@
-"""Registry of model families: built-in families, entry points and converter files.
+"""Registry of model families, from built-in modules, entry points and converter files.
 
 Built-in families are the modules of :data:`PACKAGE`. A wheel contains the package in ``ckptctl/``.
 In the repository, its folder is ``converters/``, next to ``ckptctl/``. Other packages add families
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PACKAGE = "ckptctl.converters"
 ENTRY_POINT_GROUP = "ckptctl.converters"
 CONVERTER_MODULE = "ckptctl_converter_file"
-"""Module name of a ``--converter`` file."""
+"""Name of the module as which a ``--converter`` file is executed."""
 
 _CONVERTER_FILE_FAMILY: ContextVar[Family | None] = ContextVar("user", default=None)
 
@@ -62,7 +62,7 @@ def _find_family_entry_points() -> dict[str, EntryPoint]:
 
 @cache
 def _load_family(name: str) -> Family:
-    """Load the family called *name*, which must exist.
+    """Load the model family called *name*, which must exist.
 
     The tables of a built-in family are parsed on first use.
     """
@@ -125,7 +125,7 @@ def _require_unused_names(loaded_family: Family, file: Path) -> None:
 
 
 def list_model_types() -> tuple[str, ...]:
-    """Return the known model types, without loading their families."""
+    """Return the names of all known model types, without loading the families."""
     user = _CONVERTER_FILE_FAMILY.get()
     return tuple(
         sorted(
@@ -144,12 +144,15 @@ def load_families() -> dict[str, Family]:
 
 
 def list_layouts(family_list: Iterable[Family]) -> list[str]:
-    """List the names of all layouts that the families in *family_list* have."""
+    """List the names of all layouts of the families in *family_list*, without duplicates."""
     return sorted({name for member in family_list for name in member.layouts})
 
 
 def require_layout(family: Family, name: str) -> None:
-    """Raise UsageError if *family* does not have the layout. Hint at families that do."""
+    """Raise UsageError if *family* has no layout called *name*.
+
+    The error hints at families that have such a layout.
+    """
     from ckptctl.planner.layouts import LIST_LAYOUTS
 
     try:
@@ -163,7 +166,7 @@ def require_layout(family: Family, name: str) -> None:
 
 
 def build_adapter_families(family_list: Iterable[Family]) -> dict[str, Family]:
-    """Build the adapter families of the families in *family_list*, by name."""
+    """Build the adapter family of each family in *family_list*, by name of the adapter family."""
     from ckptctl.planner.mapping.adapters import derive_adapter_family
 
     adapter_families = (
@@ -173,9 +176,9 @@ def build_adapter_families(family_list: Iterable[Family]) -> dict[str, Family]:
 
 
 def family(name: str) -> Family:
-    """Return the family for a model type or an alias of one.
+    """Return the family of the model type *name*, which may be an alias.
 
-    With the suffix ``-lora``, return the family of its adapters.
+    If *name* ends with ``-lora``, return the family of adapters for the model type.
 
     Raises:
         UsageError: The name is unknown.
@@ -238,7 +241,7 @@ def _load_converter_file(file: Path) -> Family:
 
 
 def _execute_converter_file(file: Path) -> ModuleType:
-    """Execute *file* as a module. No byte code is written."""
+    """Execute the Python file *file* as a module, without writing byte code."""
     module = ModuleType(CONVERTER_MODULE)
     module.__file__ = str(file)
     previous = sys.modules.get(CONVERTER_MODULE)

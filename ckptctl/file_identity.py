@@ -1,4 +1,4 @@
-"""Identity of a file, to detect that it was modified or replaced."""
+"""Identity of a file, which is compared to detect that the file was modified or replaced."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 class FileIdentity:
     """Stat fields that change when a file or folder is modified or replaced.
 
-    The modification time can be set back by a writer. The time of the last change cannot: every
-    write, and every change of mode, owner or links, sets it to the current time.
+    A program can set the modification time to an earlier value. It cannot set the change time
+    (``ctime``), which every write and every change of mode, owner or links updates.
 
     Attributes:
         size: Size in bytes.
         mtime_ns: Modification time in nanoseconds.
-        ctime_ns: Time of the last change in nanoseconds.
+        ctime_ns: Change time in nanoseconds.
         inode: Inode number.
         device: Device number.
     """
@@ -32,10 +32,10 @@ class FileIdentity:
 
     @classmethod
     def from_stat(cls, status: os.stat_result) -> FileIdentity:
-        """Return the identity for a ``stat`` result."""
+        """Build the identity of a file from its ``stat`` result."""
         times = status.st_mtime_ns, status.st_ctime_ns
         return cls(status.st_size, *times, status.st_ino, status.st_dev)
 
     def is_same_inode(self, other: FileIdentity) -> bool:
-        """Check if both have the same inode, even if its content has changed."""
+        """Check if *other* has the same inode and device, even if the contents have changed."""
         return (self.inode, self.device) == (other.inode, other.device)

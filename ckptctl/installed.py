@@ -1,4 +1,4 @@
-"""Installed packages: torch, and entry points.
+"""Detection of torch and other installed packages, and of their entry points.
 
 ``importlib.metadata`` is only imported if entry points may exist. The import takes longer than
 reading the index of a checkpoint, because ``importlib.metadata`` imports Python's e-mail parser.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INSTALL_TORCH = "install it with `pip install torch`"
 METADATA_SUFFIXES = (".dist-info", "egg-info")
-"""Suffixes of the folders with the metadata of packages."""
+"""Suffixes of the folders in which installed packages store their metadata."""
 
 
 def has_torch() -> bool:
@@ -37,9 +37,9 @@ def require_torch(feature: str, why: str | None = None, *, alternative: str = ""
     """Raise if torch is not installed.
 
     Args:
-        feature: Subject of the message, in the singular.
-        why: Reason why torch is required.
-        alternative: Alternative that does not require torch.
+        feature: Feature that requires torch, as the singular subject of the error message.
+        why: Reason why torch is required, or None to give no reason.
+        alternative: Alternative that does not require torch, for the hint.
 
     Raises:
         MissingPackageError: torch is not installed.
@@ -76,7 +76,7 @@ def find_entry_points(group: str) -> dict[str, EntryPoint]:
 
 
 def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
-    """Load the object of an entry point.
+    """Load the object that an entry point refers to.
 
     Args:
         point: Entry point with the name of the object.
@@ -100,7 +100,7 @@ def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
 
 
 def get_package_name(point: EntryPoint) -> str:
-    """Return the package of an entry point, or its module if the package is unknown."""
+    """Return the name of the package that defines *point*, or of its module if unknown."""
     return point.dist.name if point.dist else point.module
 
 

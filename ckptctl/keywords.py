@@ -1,4 +1,4 @@
-"""Options as keyword arguments of Python functions.
+"""Functions that expose options as keyword arguments of Python functions.
 
 Messages and notes name options with :func:`ckptctl.errors.format_option`. In Python, the options
 are shown as keyword arguments. An option that the called function does not have is shown as an
@@ -28,7 +28,7 @@ OWNER_FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
-"""Functions that are searched, in order, if the called function does not have an option."""
+"""Public functions to search, in order, for an option that the called function lacks."""
 P = ParamSpec("P")
 O_co = TypeVar("O_co", covariant=True)
 R = TypeVar("R")
@@ -53,14 +53,15 @@ class _Keywords(Protocol[P, O_co]):
 
 
 def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) -> _Keywords[P, O_co]:
-    """Replace the last parameter of a function, a dataclass of options, by keyword arguments.
+    """Return a decorator that replaces a parameter for options with keyword arguments.
 
-    Signature, docstring and static types of the function are derived from the dataclass. Errors and
+    The parameter is the last one of the function, and its value is a dataclass of options. The
+    signature, docstring and static types of the function are derived from the dataclass. Errors and
     notes show options as keyword arguments.
 
     Args:
         options: Dataclass of options.
-        excluded: Fields that the function does not take.
+        excluded: Fields of the dataclass that the function does not accept.
     """
     options_class: Callable[..., O_co] = options
     declared_options = [entry for entry in list_options(options) if entry.name not in excluded]
@@ -104,7 +105,10 @@ def accept_keywords(options: Callable[P, O_co], excluded: Sequence[str] = ()) ->
 
 
 def show_options_as_keywords(*options: Any) -> AbstractContextManager[None]:
-    """Show the options of the dataclasses *options* as keyword arguments in messages."""
+    """Return a context manager that shows options as keyword arguments in messages.
+
+    *options* are the dataclasses that declare them.
+    """
     names = _map_keyword_names(
         [option for options_class in options for option in list_options(options_class)]
     )
@@ -114,7 +118,10 @@ def show_options_as_keywords(*options: Any) -> AbstractContextManager[None]:
 def _format_as_keywords(
     mention: OptionMention, _: FormatMention, *, names: Mapping[str, str]
 ) -> str:
-    """Format *mention* as keyword arguments, of another function if an option is not in *names*."""
+    """Format *mention* as keyword arguments.
+
+    Arguments of another public function are shown for options that are not in *names*.
+    """
     name_value_pairs = [text.partition(" ")[::2] for text in mention.options]
     unknown_names = [
         name for name, _ in name_value_pairs if name.startswith("--") and name not in names
@@ -149,7 +156,7 @@ def _format_as_keywords(
 
 
 def _insert_option_docs(text: str, fields: Sequence[DeclaredOption]) -> str:
-    """Replace the docstring entry of the last parameter by entries for *fields*."""
+    """Replace the docstring entry of the last parameter in *text* with entries for *fields*."""
     return re.sub(
         r"^( *)options: .*\n",
         lambda match: "".join(
@@ -161,7 +168,7 @@ def _insert_option_docs(text: str, fields: Sequence[DeclaredOption]) -> str:
 
 
 def get_python_help(declared_option: DeclaredOption) -> str:
-    """Return the help text of an option for Python docstrings."""
+    """Return the help text of an option, adapted for Python docstrings."""
     text = declared_option.option.python or declared_option.option.help.replace(" Repeatable.", "")
     text, default, value = text.partition("[default: ")
     if default:
@@ -177,7 +184,7 @@ def _mark_code(word: str, values: Sequence[str]) -> str:
 
 @cache
 def _map_option_owners() -> Mapping[str, tuple[str, str]]:
-    """Map each option to a public function that has the option, and to its keyword argument."""
+    """Map each option to a public function that accepts it, and to the keyword argument."""
     package = importlib.import_module("ckptctl")
     owners: dict[str, tuple[str, str]] = {}
     for function in OWNER_FUNCTIONS:
@@ -200,7 +207,7 @@ def _format_assignment(name: str, value: str) -> str:
 
 
 def _map_keyword_names(fields: Sequence[DeclaredOption]) -> dict[str, str]:
-    """Map options of the command line to keyword arguments."""
+    """Map the command-line names of options to names of keyword arguments."""
     return {
         spelling: f"{option.name}={not option.default}" if option.flag else option.name
         for option in fields

@@ -26,9 +26,9 @@ from ckptctl.planner.mapping.mapped import (
 from ckptctl.planner.mapping.tensors import LayoutChange
 
 PARAMETER_COPIES = frozenset({"fp32_param", "master_param"})
-"""Names of optimizers' own copies of parameters."""
+"""Names under which optimizers store their own copies of parameters."""
 _STATISTIC_PATTERN = re.compile(r"avg|moment")
-"""Pattern in the names of gradient statistics."""
+"""Pattern that the names of gradient statistics, such as ``exp_avg``, contain."""
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class TrainingState:
     """Leaves outside the model, by name in the output.
 
     Attributes:
-        tensors: Tensors by name; their source keys are names in the checkpoint.
-        paths: Key path of each tensor.
-        blobs: Non-tensor values.
-        redundant: Counters that are dropped because their parameters are merged.
-        zeros: Zeros that pad moments like their parameters.
+        tensors: Tensors by name in the output. Their source keys are names in the checkpoint.
+        paths: Key path of each tensor in the output, by name.
+        blobs: Non-tensor values, with their names in the output.
+        redundant: Step counters that are dropped because their parameters are merged.
+        zeros: All-zero tensors that pad moments in the same way as their parameters.
     """
 
     tensors: dict[str, ComposedTensor] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class TrainingState:
     zeros: list[ZeroTensor] = field(default_factory=list)
 
     def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
-        """Add the virtual zeros and sums that *tensors* are computed from to *catalog*."""
+        """Return a copy of *catalog* with the virtual zeros and sums that *tensors* read."""
         return add_virtual_sums(add_virtual_zeros(catalog, self.zeros, ""), self.tensors.values())
 
 
 def map_training_state(
     catalog: Catalog, names: Sequence[str], root: str, change: LayoutChange
 ) -> TrainingState:
-    """Map the leaves called *names* like the parameters that they belong to."""
+    """Map the training state called *names* in the same way as *change* maps its parameters."""
     tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
     blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
     moments = [entry.name for entry in tensors if entry.shape]
@@ -90,7 +90,7 @@ def map_training_state(
 def _require_unsplit_parameters(
     catalog: Catalog, tensors: Sequence[TensorEntry], change: LayoutChange
 ) -> None:
-    """Raise if optimizer state was saved for parts of a parameter that are now merged."""
+    """Raise if optimizer state was saved for shards of a parameter that the conversion merges."""
     merged = formats.map_merged_parameters(catalog, [entry.name for entry in tensors])
     source_keys = (
         {source.key for item in change.tensors for source in item.sources} if merged else {}
@@ -110,7 +110,7 @@ def _require_unsplit_parameters(
 
 
 class _StateMapper:
-    """Mapper that finds parameter names in the names of training state and replaces them."""
+    """Mapper of training state that replaces the parameter names in leaf names."""
 
     def __init__(self, catalog: Catalog, root: str, change: LayoutChange) -> None:
         self.root, self.entries = root, catalog.tensors
@@ -163,7 +163,7 @@ class _StateMapper:
         self.moments_by_pattern.setdefault(pattern, {})[parameter] = entry
 
     def map_moments(self) -> None:
-        """Map the moments of each kind like their parameters."""
+        """Map all moments, such as ``exp_avg``, in the same way as their parameters."""
         for moments in self.moments_by_pattern.values():
             targets = {target.key: target for name in moments for target in self.targets[name]}
             for composed in targets.values():
@@ -197,14 +197,17 @@ class _StateMapper:
         self.rest.paths[composed.key] = path
 
     def _iterate_parameters(self, composed: ComposedTensor) -> Iterator[str]:
-        """Yield the parameters that *composed* reads or that its zeros pad."""
+        """Yield the names of the parameters that *composed* reads or pads with zeros."""
         for key in composed.keys:
             yield self.zeros[key].like if key in self.zeros else key
 
     def _resolve_moment(
         self, source: SourceTensor, moments: Mapping[str, TensorEntry]
     ) -> SourceTensor:
-        """Return the source that reads the moment of a parameter, or zeros that pad moments."""
+        """Return the source tensor of a moment that corresponds to *source*.
+
+        If *source* is padding, add zeros that pad the moment, and return them.
+        """
         zeros = self.zeros.get(source.key)
         if zeros is None:
             return _build_moment_source(source, moments[source.key].name)
@@ -213,7 +216,7 @@ class _StateMapper:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def map_blob(self, blob: Blob) -> None:
-        """Map a non-tensor value. Parameter names in a list are renamed."""
+        """Map a non-tensor value, and rename parameters if the value is a list of names."""
         value = blob.value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             names = list(
@@ -228,7 +231,7 @@ class _StateMapper:
             self._add_blob(replace(blob, name=join_path(path), path=path), blob.name)
 
     def _add_blob(self, blob: Blob, source: str) -> None:
-        """Add a value. Parameters that are merged must have equal values."""
+        """Add *blob* to the output, or raise if merged parameters have different values for it."""
         origin, first = self.leaves.setdefault(blob.name, (source, blob))
         if first is blob:
             self.rest.blobs.append(blob)
@@ -255,7 +258,10 @@ class _StateMapper:
 
 
 def _replace_name(path: Path, parameter: str, target: str) -> Path:
-    """Replace a parameter's name in *path*, where one key or several keys contain it."""
+    """Replace the name *parameter* in *path* with *target*.
+
+    The name may be contained in a single key or span several keys.
+    """
     for position, key in enumerate(path):
         if isinstance(key, str) and parameter in iterate_name_parts(key):
             new = f".{key}.".replace(f".{parameter}.", f".{target}.").strip(".")
@@ -264,7 +270,7 @@ def _replace_name(path: Path, parameter: str, target: str) -> Path:
 
 
 def iterate_name_parts(name: str) -> Iterator[str]:
-    """Yield every run of dotted components of *name*, the longest first."""
+    """Yield all sequences of adjacent components of the dotted *name*, with the longest first."""
     pieces = name.split(".")
     for length in range(len(pieces), 0, -1):
         for start in range(len(pieces) - length + 1):
@@ -272,7 +278,7 @@ def iterate_name_parts(name: str) -> Iterator[str]:
 
 
 def _build_moment_source(parameter: SourceTensor, name: str) -> SourceTensor:
-    """Build the source that reads state *name* in the same way as *parameter*."""
+    """Build the source tensor that reads optimizer state *name* the way *parameter* is read."""
     kinds = {
         part
         for part in name.split(".")

@@ -1,4 +1,4 @@
-"""Transfers from stored tensors to boxes of the output."""
+"""Planning of transfers, which copy stored tensors to boxes of output files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptctl.tree import TreePath
 
 
 class Transfers(NamedTuple):
-    """Transfers of an output, and the virtual files that they may read."""
+    """Transfers that write an output, with the virtual files that they may read, by name."""
 
     transfers: tuple[Transfer, ...]
     computed: Mapping[str, ComputedTensor]
@@ -39,7 +39,7 @@ def plan_transfers(
     output: OutputLayout,
     target_dtypes: Mapping[str, str],
 ) -> Transfers:
-    """Plan the transfer of each output tensor that is stored in boxes."""
+    """Plan one transfer for each tensor that *output* assigns to boxes of files."""
     computed, transfers = dict(catalog.computed), list[Transfer]()
     for key, composed in tensors.items():
         places = output.boxes.get(key)
@@ -60,7 +60,8 @@ def build_target_tensor(
 ) -> StridedTensor:
     """Build a target tensor of *dtype* from elements of stored tensors.
 
-    If the stored tensors differ in dtype, virtual files with casts are added to *computed*.
+    If the stored tensors have different dtypes, virtual files that cast them to *dtype* are added
+    to *computed*.
     """
     read = {key: catalog.tensors[key] for key in composed.keys}
     if len({entry.dtype for entry in read.values()}) > 1:
@@ -85,7 +86,7 @@ def _build_target_box(place: TensorPlace, record: Record, itemsize: int) -> Targ
 
 
 def list_read_entries(transfers: Iterable[Transfer]) -> list[TensorEntry]:
-    """Return the stored tensors that transfers read, each once."""
+    """Return the stored tensors that *transfers* read, without duplicates."""
     entries = {
         id(entry): entry for transfer in transfers for entry in transfer.iterate_stored_tensors()
     }
@@ -98,7 +99,10 @@ def identify_read_files(
     virtual: Mapping[str, ComputedTensor],
     raw: Sequence[RawCopy] = (),
 ) -> tuple[dict[str, ComputedTensor], dict[str, FileIdentity]]:
-    """Find the virtual files that *transfers* read, and the identities of real files in *root*."""
+    """Find the virtual files that *transfers* read, and read the identities of real files.
+
+    The identities include the files in *root* that virtual files and *raw* copies read.
+    """
     entries = list_read_entries(transfers)
     read = dict.fromkeys(file for entry in entries for file in get_extent_files(entry.extents))
     computed = find_reachable_files(virtual, read)
@@ -111,6 +115,6 @@ def identify_read_files(
 
 
 def read_identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
-    """Read the identities of the files called *names*."""
+    """Read the identity of each file in *names*, which are relative to *root*."""
     with source_files(root) as files:
         return {name: files.read_identity(name) for name in names}

@@ -29,7 +29,7 @@ from ckptctl.storage.threads import Advance, raise_on_sigterm
 from ckptctl.tree import INDEX_SUFFIXES, FileTree, Upload, UploadRequest, UrlPath
 
 SCRATCH_PREFIX = "ckptctl-upload-"
-"""Prefix of the names of scratch directories."""
+"""Prefix of the names of scratch directories in the temporary directory."""
 NOT_ATOMIC_NOTE = (
     "objects are not published atomically; the index or the configuration was uploaded last"
 )
@@ -41,7 +41,7 @@ def is_upload_atomic(plan: Plan) -> bool:
 
 
 def compute_scratch_bytes(plan: Plan) -> int:
-    """Return the maximum size of the scratch directory in bytes."""
+    """Return the maximum size in bytes that the scratch directory of *plan* can reach."""
     sizes = sorted((file.size for file in plan.files), reverse=True)
     large = sizes[: MAX_WAITING + 2]
     return sum(large) + sum(size for size in sizes[len(large) :] if size <= MAX_KEPT_BYTES)
@@ -61,7 +61,7 @@ def upload_output(
     Args:
         plan: Plan to execute.
         options: Execution options. With *resume*, files that an interrupted run uploaded are kept.
-        progress: Called with the bytes done since the last call.
+        progress: Called with the number of bytes processed since its last call.
         overwrite: Whether an existing checkpoint may be replaced.
         check_written: Called with the execution after writing and before publishing. It may raise.
         check_published: Called with the checksums of the records after publishing. If it raises,
@@ -103,13 +103,13 @@ def upload_output(
 
 
 def _get_tree(plan: Plan) -> FileTree:
-    """Return the tree that *plan* uploads to."""
+    """Return the remote file tree that *plan* uploads files to."""
     assert isinstance(plan.target, UrlPath)
     return plan.target.tree
 
 
 def _list_last_files(plan: Plan) -> list[str]:
-    """Return the files without tensors, which are uploaded last, with the index at the end."""
+    """List the files without tensor data, which are uploaded last, with index files at the end."""
     tensor_files = {record.file for record in plan.records if record.nbytes}
     tensor_files |= {raw.target for raw in plan.raw_copies if raw.nbytes}
     names = [file.path for file in plan.files if file.path not in tensor_files]
@@ -124,7 +124,7 @@ def _abandon_upload(target: Upload, error: BaseException) -> None:
 
 @contextmanager
 def create_scratch_directory() -> Iterator[Path]:
-    """Create a locked scratch directory, and remove it at the end of the block."""
+    """Create and lock a scratch directory, and remove it when the block exits."""
     _remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
     with lock.hold_lock(folder, folder, "using this folder"):
@@ -137,7 +137,7 @@ def create_scratch_directory() -> Iterator[Path]:
 
 
 def _remove_stale_folders() -> None:
-    """Remove scratch directories of killed runs of the same user."""
+    """Remove scratch directories that killed processes of the same user left behind."""
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
             if _is_own_folder(folder) and (folder / lock.LOCK_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Writing and publishing of an output, to a path or a URL."""
+"""Functions that write an output and publish it at a path or URL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptctl.storage.threads import Advance
 
 
 def require_executable_plan(plan: ConversionPlan, ranks: RankCollectives) -> None:
-    """Verify that all ranks have the same plan, can compute it, and drop only redundant data."""
+    """Raise unless all ranks have the same plan, can execute it, and drop only redundant data."""
     if ranks.world > 1:
         _require_same_plan(plan, ranks)
     require_packages_for(plan.plan, "this conversion")
@@ -43,9 +43,9 @@ def require_executable_plan(plan: ConversionPlan, ranks: RankCollectives) -> Non
 def write_output(
     plan: ConversionPlan, progress: Advance, ranks: RankCollectives, notes: Notes
 ) -> Execution:
-    """Write the output completely, then publish it at its path or URL.
+    """Write all files of the output, then publish the output at its path or URL.
 
-    A file is only uploaded when it is complete.
+    If the destination is a URL, each file is uploaded when it is complete.
     """
     if plan.upload:
         return _upload_output(plan, progress, ranks, notes)
@@ -112,7 +112,7 @@ def _require_disk_space(plan: ConversionPlan, stage: Staging | None) -> None:
 
 
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
-    """Raise before publishing if elements became infinite, NaN or saturated."""
+    """Raise if casts made elements infinite, NaN or saturated, unless this is allowed."""
     if not plan.options.allow_overflow:
         require_in_range(
             done.lost, f"pass {format_option('--allow-overflow')} to write them anyway"
@@ -120,7 +120,7 @@ def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
 
 
 def _require_same_plan(plan: ConversionPlan, ranks: RankCollectives) -> None:
-    """Verify that all ranks have the same plan for the same source."""
+    """Raise unless all ranks have the same options, plan and source files."""
     options = plan.options
     buffers = f"{format_option('--jobs')}, {format_option('--memory')}"
     option_values = {
