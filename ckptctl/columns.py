@@ -27,7 +27,7 @@ class BoxColumns(Sequence[Box]):
     Attributes:
         offsets: Offsets of each box, with one number per dimension.
         sizes: Sizes of each box, with one number per dimension.
-        tiled: Shape that the boxes are known to tile exactly, or None if this was not checked.
+        tiled: Shape that the boxes are known to tile exactly, or None if this is not known.
     """
 
     __slots__ = ("offsets", "sizes", "tiled")

@@ -147,7 +147,10 @@ class Document:
         return schema
 
     def build_schema(self, *, closed: bool = False) -> dict[str, Any]:
-        """Build the JSON Schema of the document, which rejects unknown fields if *closed* is true."""
+        """Build the JSON Schema of the document.
+
+        The schema rejects unknown fields if *closed* is true.
+        """
         form_schemas = [_clean_schema(self.build_form_schema(form), closed) for form in self.forms]
         head = {"$schema": SCHEMA_DIALECT, "$id": self.id, "title": self.title}
         if self.description:

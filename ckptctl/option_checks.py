@@ -1,4 +1,4 @@
-"""Completion and validation of option values."""
+"""Functions that complete and validate option values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptctl.units import pluralize
 
 MAX_THREADS = 1024
 STEP_GROUP = "ckptctl.steps"
-"""Entry point group for steps of conversions."""
+"""Entry point group in which packages register conversion steps."""
 PATH_HINT = "pass a path; `.` is the working directory"
 AnyPath = str | Path | UrlPath
 
@@ -40,7 +40,7 @@ def list_writable_formats(_: ParsedValues | None = None) -> list[str]:
 
 
 def list_model_types(arguments: ParsedValues) -> list[str]:
-    """List all model types, including the one that option ``converter`` adds."""
+    """List all model types, including the type defined in the ``--converter`` file, if any."""
     from ckptctl import families
 
     with families.use_converter_file(arguments.get("converter")):
@@ -48,7 +48,7 @@ def list_model_types(arguments: ParsedValues) -> list[str]:
 
 
 def list_layouts(arguments: ParsedValues) -> list[str]:
-    """List the layouts of the given model type, or of all model types."""
+    """List the layouts of the model type on the command line, or of all types if none is set."""
     from ckptctl import families
 
     model_type = arguments.get("model_type") or arguments.get("family")
@@ -94,7 +94,7 @@ def list_quantization_schemes(_: ParsedValues | None = None) -> list[str]:
 
 
 def check_path(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
-    """Return a path, or raise with *hint* if it is empty."""
+    """Return *value* as a path, or raise an error with *hint* if it is empty."""
     from ckptctl.storage.urls import to_path_text  # not needed for `--help`
 
     if not to_path_text(value):
@@ -124,7 +124,7 @@ def check_output_file(value: str | TreePath) -> Path:
 
 
 def check_globs(value: Iterable[str]) -> tuple[str, ...]:
-    """Return globs as a tuple. A single string is one glob."""
+    """Return globs as a tuple, in which a single string becomes one glob."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is neither a glob nor a list of globs")
     patterns = (value,) if isinstance(value, str) else tuple(value)
@@ -142,7 +142,7 @@ def list_added_steps(_: ParsedValues | None = None) -> list[str]:
 
 
 def check_steps(value: Iterable[str]) -> tuple[str, ...]:
-    """Raise if a step is unknown or is given twice."""
+    """Return the ``--step`` values, or raise if a step is unknown or is selected twice."""
     values = check_globs(value)
     names = [text.partition("=")[0] for text in values]
     for name in names:
@@ -153,7 +153,10 @@ def check_steps(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_readable_format(value: str) -> str:
-    """Raise if a format cannot be read. Only unknown names search installed packages."""
+    """Return the name of a readable format, or raise if ckptctl cannot read it.
+
+    Installed packages are only searched if the format is not built in.
+    """
     from ckptctl import formats
 
     return (
@@ -164,7 +167,7 @@ def check_readable_format(value: str) -> str:
 
 
 def check_writable_format(value: str) -> str:
-    """Raise if a format cannot be written."""
+    """Return the name of a writable format, or raise if ckptctl cannot write it."""
     from ckptctl import formats
 
     if value in formats.list_writable_names():
@@ -191,7 +194,7 @@ def _check_format(value: str, choices: Sequence[str]) -> str:
 
 
 def check_positive(value: int) -> int:
-    """Raise unless *value* is an integer above 0."""
+    """Return *value*, or raise unless it is an integer greater than 0."""
     if type(value) is not int or value < 1:
         raise UsageError(f"{value} is not a positive number")
     return value
@@ -200,7 +203,10 @@ def check_positive(value: int) -> int:
 def build_number_check(
     noun: str, fits: Callable[[float], bool], why: str | None = None
 ) -> Callable[[float], float]:
-    """Return a check that raises unless *fits* accepts the number."""
+    """Return a check that accepts the numbers for which *fits* returns true.
+
+    *noun* and *why* appear in the error for other numbers.
+    """
 
     def check_number(value: float) -> float:
         if type(value) not in (int, float) or not fits(value):
@@ -220,7 +226,7 @@ check_tolerance = build_number_check(
 
 
 def build_minimum_check(minimum: int) -> Callable[[SupportsIndex], int]:
-    """Return a check for integers, including NumPy's, of at least *minimum*."""
+    """Return a check that accepts integers, including NumPy's, that are at least *minimum*."""
 
     def check_minimum(value: SupportsIndex) -> int:
         number = operator.index(value) if hasattr(value, "__index__") else minimum - 1
@@ -243,7 +249,7 @@ def check_step(value: SupportsIndex) -> int:
 
 
 def check_thread_count(value: int) -> int:
-    """Raise if *value* is not a supported number of threads."""
+    """Return *value*, or raise unless it is a supported number of threads."""
     if check_positive(value) > MAX_THREADS:
         raise UsageError(
             f"cannot use {pluralize(value, 'thread')}", why=f"the maximum is {MAX_THREADS}"
@@ -252,7 +258,7 @@ def check_thread_count(value: int) -> int:
 
 
 def check_axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
-    """Raise if a size is not positive."""
+    """Return the axis sizes as a dictionary, or raise if a size is not positive."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{value!r} is not a dictionary of sizes")
     for name, size in value.items():
@@ -262,7 +268,10 @@ def check_axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Parse ``NAME=VALUE`` texts. Raise if a name has different values."""
+    """Parse ``NAME=VALUE`` texts into sizes by name.
+
+    Raise if a text is malformed, or if the same name has different values.
+    """
     sizes: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -294,5 +303,5 @@ check_dequantized_dtype = build_dtype_check("dtype", list_dequantized_dtypes)
 
 
 def check_scheme(value: str) -> str:
-    """Raise if a quantization scheme is unknown."""
+    """Return the name of a quantization scheme, or raise if it is unknown."""
     return require_choice(str(value), "scheme", list_quantization_schemes())

@@ -35,14 +35,17 @@ from typing import (
 from ckptctl.errors import UsageError, find_nearest, format_option
 
 ParsedValues = Mapping[str, Any]
-"""Command line so far, by field name. The key ``""`` is the first argument."""
+"""Values parsed from the command line up to the completed option, by field name.
+
+The key ``""`` maps to the first positional argument.
+"""
 
 Panel = Literal[
     "Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
 ]
-"""Sections of the help of a command with many options, in order."""
+"""Titles of the sections in the help of a command with many options, in display order."""
 MAX_LISTED_CHOICES = 8
-"""Maximum number of names that a message lists."""
+"""Maximum number of allowed values that an error message lists."""
 _REPEATABLE = (Sequence, Mapping)
 # Patterns are compiled on use, because few commands need them.
 _NUMBERS = {
@@ -63,13 +66,13 @@ _NOUNS: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OptionConflict:
-    """Conflict of the declaring option with another option.
+    """Conflict between the option that declares it and another option.
 
     Attributes:
         other: Field of the other option, or ``field=value`` for one of its values.
-        reason: Reason, shown in parentheses after the two options.
-        why: Reason for the ``why:`` line, with placeholders ``{this}`` and ``{other}``.
-        hint: Hint with the same placeholders.
+        reason: Short reason that the error shows in parentheses after the two options.
+        why: Evidence for the ``why:`` line, with placeholders ``{this}`` and ``{other}``.
+        hint: Text of the ``hint:`` line, with the same placeholders.
     """
 
     other: str
@@ -87,15 +90,15 @@ class Option:
     be repeated. A ``Literal`` lists the allowed values.
 
     Attributes:
-        help: Help text.
-        flags: Spellings on the command line, as in ``-m --model-type``; empty for the field name
-            with dashes.
+        help: Help text of the option.
+        flags: Spellings on the command line, as in ``-m --model-type``. If empty, the flag is the
+            field name with dashes.
         metavar: Placeholder for the value in the help.
         parse: Function that parses the text, or all texts of a repeatable option.
         check: Function that returns the checked value, or raises UsageError. Not called for None.
-        offers: Function that returns the values for shell completion.
-        python: Help text for Python, if it differs.
-        panel: Section of the help.
+        offers: Function that returns the values that shell completion suggests.
+        python: Help text for Python docstrings, if it differs from *help*.
+        panel: Section of the command help that shows the option.
         brief: Whether the short help ``-h`` shows the option. Options in *Common* are always shown.
         excludes: Conflicts with other options.
         requires: Field of another option that must be given, too, or ``field=value``.
@@ -125,17 +128,17 @@ class DeclaredOption:
 
     Attributes:
         name: Name of the field or parameter.
-        option: Declaration.
-        type: Annotated type.
-        default: Default, or ``inspect.Parameter.empty`` if the option is required.
+        option: Declaration of the option.
+        type: Annotated type of the value.
+        default: Default value, or ``inspect.Parameter.empty`` if the option is required.
         required: Whether the option is required.
         flag: Whether the option takes no value.
         optional: Whether the value may be None.
-        repeated: Whether the option can be repeated.
-        kinds: Types of the value, without None.
-        words: Allowed values of a ``Literal``; otherwise empty.
-        spellings: Spellings on the command line, for Typer.
-        display_name: Name in errors on the command line.
+        repeated: Whether the option can be repeated on the command line.
+        kinds: Types that the value may have, excluding None.
+        words: Allowed values if the type is a ``Literal``, or an empty tuple.
+        spellings: Spellings on the command line, in the form that Typer expects.
+        display_name: Name of the option in errors on the command line.
     """
 
     def __init__(self, name: str, option: Option, type: Any, default: Any) -> None:
@@ -193,7 +196,7 @@ class DeclaredOption:
 
 
 def _to_python_number(value: Any) -> Any:
-    """Convert a number of NumPy or torch to Python's."""
+    """Convert a NumPy or torch number to a Python int or float, and return others unchanged."""
     try:
         return value.item()
     except (AttributeError, RuntimeError) as error:
@@ -201,7 +204,7 @@ def _to_python_number(value: Any) -> Any:
 
 
 def _matches_kind(value: object, kind: Any) -> bool:
-    """Check if *value* has type *kind*. Kinds that are not in ``_NOUNS`` accept all values."""
+    """Check if *value* has type *kind*, which accepts all values unless it is in ``_NOUNS``."""
     kind = get_origin(kind) or kind
     if kind is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -221,7 +224,7 @@ def parse_number(kind: type[int] | type[float], text: str) -> float:
 
 
 class Options:
-    """Base class of frozen option dataclasses. Checks values on creation."""
+    """Base class of frozen option dataclasses, which checks the values of a new instance."""
 
     def __post_init__(self) -> None:
         """Check all values.
@@ -289,9 +292,10 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def option_group(class_: type[T]) -> type[T]:
-    """Make a class a mixin for option dataclasses. The mixin itself is never instantiated.
+    """Make *class_* a mixin for option dataclasses, which is never instantiated itself.
 
-    ``__init__``, ``__repr__`` and ``__eq__`` are not generated, because that slows ``--help``.
+    Because generated methods slow down ``--help``, the mixin has no ``__init__``, ``__repr__`` or
+    ``__eq__``.
     """
     return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(class_)
 
@@ -318,7 +322,7 @@ def _find_options(owner: Callable[..., Any]) -> tuple[DeclaredOption, ...]:
 
 @contextmanager
 def name_option_in_errors(name: str) -> Iterator[None]:
-    """Name option *name* in a UsageError in the block, unless the error names an option."""
+    """Add the option *name* to a UsageError that is raised in the block and names no option."""
     try:
         yield
     except UsageError as error:

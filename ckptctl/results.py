@@ -1,4 +1,4 @@
-"""Results, declared once for ``--json``, its schema and its reference page.
+"""Base class of results, which declares their fields for ``--json``, its schema and its docs.
 
 ::
 
@@ -34,12 +34,13 @@ _JSON_TYPES = (str, int, float, bool, NoneType)
 class JsonField:
     """Declaration of a printed field, in the ``Annotated`` type of a field or property.
 
-    An attribute may have several declarations, with different values of *of*.
+    An attribute can have several declarations that differ in *of*.
 
     Attributes:
-        text: Description in Markdown; empty for the docstring of the property.
-        name: Key in JSON; empty for the name of the attribute, or the last part of *of*.
-        of: Attribute of the value to print, as in ``family.name``; empty for the value itself.
+        text: Description in Markdown. If empty, the docstring of the property is used.
+        name: Key in JSON. If empty, the last component of *of* or the attribute name is used.
+        of: Dotted path of an attribute of the value to print, as in ``family.name``. If empty, the
+            value itself is printed.
         to: Function that converts the value; its return annotation is the printed type.
         optional: Whether the field is absent if the value is None.
     """
@@ -54,23 +55,26 @@ class JsonField:
 
 @dataclass(eq=False)
 class Inline:
-    """Declaration of a value whose fields are printed instead of the value.
+    """Declaration of a result whose fields are printed in the JSON object of the outer result.
 
     Attributes:
-        names: Names of the fields to print, separated by spaces; empty for all.
+        names: Names of the fields to print, separated by spaces, or an empty string for all.
     """
 
     names: str = ""
 
 
 class Result:
-    """Base class of results that ``--json`` prints. *order* names the leading fields."""
+    """Base class of results that ``--json`` prints, whose first fields *order* names."""
 
     __slots__ = ()
     _order: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, order: str = "") -> None:
-        """Store *order*. Dataclasses with slots call this again, without *order*."""
+        """Store *order* on the class.
+
+        A dataclass with slots calls this method again without *order*, which keeps the first value.
+        """
         if order:
             cls._order = tuple(order.split())
 
@@ -81,15 +85,15 @@ class Result:
 
 @dataclass(eq=False)
 class PrintedField:
-    """Printed field of a result.
+    """Field of a result that ``--json`` prints.
 
     Attributes:
         name: Key in JSON.
         type: Type of the printed value.
         text: Description in Markdown.
         optional: Whether the key is absent if the value is None.
-        get: Function that returns the value of a result.
-        is_json: Whether the value needs no conversion to JSON.
+        get: Function that returns the value of the field for a result.
+        is_json: Whether the value is already a JSON value, so that it need not be converted.
     """
 
     name: str
@@ -131,7 +135,7 @@ def _to_json_value(value: Any) -> object:
 
 @cache
 def list_printed_fields(result_class: Any) -> tuple[PrintedField, ...]:
-    """Return the printed fields of a class, or none if it is not a result."""
+    """Return the printed fields of *result_class*, or an empty tuple if it is not a result."""
     fields: dict[str, PrintedField] = {}
     for attribute, hint in _collect_hints(result_class).items():
         if get_origin(hint) is Annotated:
@@ -148,7 +152,7 @@ def list_printed_fields(result_class: Any) -> tuple[PrintedField, ...]:
 
 
 def _get_property_text(attribute: object) -> str:
-    """Return the docstring of a property as the text of a field."""
+    """Return the docstring of a property, which describes the printed field."""
     line = (attribute.__doc__ or "").partition("\n")[0] if isinstance(attribute, property) else ""
     return line[:1].lower() + line[1:].removesuffix(".")
 
@@ -191,7 +195,7 @@ def _compose_getters(
 
 
 def _collect_hints(result_class: type) -> dict[str, Any]:
-    """Return the types of attributes that may be printed, properties last."""
+    """Return the annotated types of fields and properties by name, with properties last."""
     hints: dict[str, Any] = {}
     for base in reversed(result_class.__mro__):
         # The other annotations of a class may import names for type checkers only, and the module
@@ -216,7 +220,7 @@ def _resolve_types(owner: type, texts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_attribute_type(kind: Any, path: str) -> Any:
-    """Return the type of the attribute at the dotted *path* of a class."""
+    """Return the annotated type of the attribute at the dotted *path*, starting at class *kind*."""
     for name in path.split("."):
         bases = ((base, _collect_annotations(base)) for base in kind.__mro__)
         kind = next(
@@ -228,7 +232,7 @@ def _resolve_attribute_type(kind: Any, path: str) -> Any:
 
 
 def _collect_annotations(owner: type) -> dict[str, Any]:
-    """Return the annotations of a class's fields and properties, unevaluated."""
+    """Return the unevaluated annotations of the fields and properties of *owner*, by name."""
     getters = {n: p.fget for n, p in vars(owner).items() if isinstance(p, property) and p.fget}
     return_types = {n: inspect.get_annotations(get).get("return") for n, get in getters.items()}
     return {**inspect.get_annotations(owner), **return_types}
@@ -248,10 +252,10 @@ def empty_to_none(text: str) -> str | None:
 
 
 def count_items(items: Any) -> int:
-    """Return the number of items."""
+    """Return the number of elements in *items*."""
     return len(items)
 
 
 def round_seconds(seconds: float) -> float:
-    """Round a time in seconds to milliseconds."""
+    """Round a duration in seconds to whole milliseconds."""
     return round(seconds, 3)

@@ -1,4 +1,4 @@
-"""Options that several operations share."""
+"""Declarations of options that several commands share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ RootOrHere = Annotated[
 
 
 def source_format_option(text: str, flags: str = "") -> Option:
-    """Return the option for the format of a source, with *text* as its help."""
+    """Declare the option for the source format, with *text* as its help."""
     return Option(
         text,
         flags=flags,
@@ -83,7 +83,7 @@ def source_format_option(text: str, flags: str = "") -> Option:
 
 
 def target_format_option(text: str, python: str = "") -> Option:
-    """Return the option for the format to write, with *text* as its help."""
+    """Declare the option for the output format, with *text* as its help."""
     return Option(
         text,
         metavar="FORMAT",
@@ -94,12 +94,12 @@ def target_format_option(text: str, python: str = "") -> Option:
 
 
 def layout_option(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
-    """Return an option for a layout, with *text* as its help."""
+    """Declare an option whose value is a layout, with *text* as its help."""
     return Option(text, metavar="LAYOUT", offers=list_layouts, panel=panel, brief=brief)
 
 
 def trust_assets_option(requires: str = "") -> Option:
-    """Return the option to prefer the files of ``--assets``."""
+    """Declare the option that lets ``--assets`` take precedence over other model descriptions."""
     return Option(
         "Prefer --assets over other files that contradict it.",
         python="Prefer `assets` over other files that contradict it.",
