@@ -196,7 +196,7 @@ class DeclaredOption:
 
 
 def _to_python_number(value: Any) -> Any:
-    """Convert a NumPy or torch number to a Python int or float, and return others unchanged."""
+    """Convert a NumPy or torch number to a Python number, or raise if this is not possible."""
     try:
         return value.item()
     except (AttributeError, RuntimeError) as error:

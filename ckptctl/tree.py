@@ -1,9 +1,9 @@
-"""Files and folders on this machine or behind a URL.
+"""Files and folders, either local or remote.
 
-A path or URL is converted to a :class:`TreePath` once, where a command begins
-(:func:`~ckptctl.storage.paths.parse_path`). On this machine it is a :class:`pathlib.Path`. A
-:class:`UrlPath` reads through its :class:`FileTree`, which also has the credentials of the URL. Its
-text does not contain them.
+Each command first converts its paths and URLs to :class:`TreePath` objects with
+:func:`~ckptctl.storage.paths.parse_path`. A local path becomes a :class:`pathlib.Path`, and a URL
+becomes a :class:`UrlPath`, which reads through a :class:`FileTree`. The tree also stores the
+credentials of the URL, which the text of the path does not contain.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptctl.errors import CkptError, SourceNotFoundError
 
 READ_ONLY_MODE = 0o444
 INDEX_SUFFIXES = (".index.json", ".metadata")
-"""Suffixes of index files, which are uploaded last."""
+"""Suffixes of index files, which are uploaded after all other files."""
 
 
 class TreePath(Protocol):
-    """File or folder on this machine or behind a URL, with the methods for reading."""
+    """Protocol of a local or remote file or folder, with the methods for reading it."""
 
     # fmt: off
     # ruff: noqa: D102
@@ -71,15 +71,15 @@ class TreePath(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """File or folder behind a URL.
+    """Directory entry of a remote file or folder.
 
     Attributes:
-        name: Name in its folder; empty if the listed path itself is a file.
+        name: Name in the listed folder, or an empty string if the listed path is a file.
         folder: Whether the entry is a folder.
         size: Size in bytes, or -1 if it is only known after opening the file.
-        version: Version or ETag that changes with the content; empty if the server has none.
+        version: Version or ETag that changes with the content, or an empty string if unknown.
         mtime_ns: Modification time in nanoseconds since the epoch, or 0 if unknown.
-        digest: SHA-256 of the content, or git's SHA-1 of a blob, or None if the server has none.
+        digest: SHA-256 of the content or SHA-1 of the git blob, or None if unknown.
     """
 
     name: str
@@ -91,12 +91,12 @@ class TreeEntry:
 
     @property
     def version_number(self) -> int:
-        """Number derived from the version, used as inode."""
+        """Integer derived from *version*, used as the inode number."""
         return derive_version_number(self.version)
 
 
 def derive_version_number(version: str) -> int:
-    """Return a number derived from a version, used as inode."""
+    """Derive an integer from *version*, for use as an inode number."""
     import hashlib  # only for URLs
 
     digest = hashlib.sha256(version.encode()).digest()
@@ -108,13 +108,13 @@ class UploadRequest:
     """Request for an upload.
 
     Attributes:
-        names: Files of the output, the index last.
-        single: Name of the only file, or None if the output is a folder.
+        names: Names of the output files, with the index file last.
+        single: Name of the file if the output is a single file, or None if it is a folder.
         overwrite: Whether an existing checkpoint may be replaced.
-        resume: Whether to keep the files that an interrupted run uploaded, and to leave uploaded
-            files after an error.
+        resume: Whether to keep files that an interrupted run uploaded, and to keep uploaded files
+            if this upload fails.
         is_checkpoint: Function that checks if the existing files may be overwritten.
-        read: Source files that the output is computed from, by folder.
+        read: Names of the source files that the output is computed from, by folder.
     """
 
     names: Sequence[str]
@@ -126,92 +126,95 @@ class UploadRequest:
 
 
 class Upload(Protocol):
-    """Upload of one output to a folder behind a URL."""
+    """Upload of one output to a remote folder."""
 
     resumed: int
-    """Bytes that an interrupted run had uploaded."""
+    """Number of bytes that an interrupted run had already uploaded."""
 
     def upload_file(self, name: str, path: Path) -> None:
-        """Upload a complete local file as *name*."""
+        """Upload the complete local file *path* under the name *name*."""
 
     def require_complete(self) -> None:
-        """Verify that all uploaded files of this output are unchanged."""
+        """Raise if an uploaded file of this output is missing or has changed."""
 
     def publish_files(self) -> None:
-        """Make the uploaded files visible."""
+        """Publish the uploaded files, so that readers can see them."""
 
     def abandon_upload(self) -> str:
-        """Remove uploaded files if possible, and describe the remaining ones."""
+        """Remove the uploaded files if possible, and describe the files that remain."""
 
     def close(self) -> None:
-        """Release the destination after a successful upload."""
+        """Unlock the destination after a successful upload."""
 
 
 class FileTree(Protocol):
-    """Tree of files behind URLs, shared by threads. Trees with equal credentials are equal.
+    """Remote file system that threads can share. Trees with equal credentials are equal.
 
-    URLs in arguments contain no credentials.
+    URLs that are passed to its methods contain no credentials.
 
     Attributes:
-        atomic: Whether all files of an upload appear in one step.
+        atomic: Whether all files of an upload become visible in one atomic step.
     """
 
     atomic: bool
 
     def resolve_url(self, url: str) -> str:
-        """List the tree at *url* unless that was done before, and return its canonical URL."""
+        """Return the canonical form of *url*, after listing the tree if it is not listed yet."""
 
     def find_entry(self, url: str) -> TreeEntry | None:
-        """Return the entry of a file or folder, or None if there is none."""
+        """Return the entry of the file or folder at *url*, or None if it does not exist."""
 
     def get_file_entry(self, url: str) -> TreeEntry:
-        """Return the entry of a file.
+        """Return the entry of the file at *url*.
 
         Raises:
-            SourceNotFoundError: There is no file at the URL.
+            SourceNotFoundError: No file exists at the URL.
             UnsupportedError: The URL is a folder.
         """
 
     def list_members(self, url: str) -> Iterable[str]:
-        """Return the names in a folder. There are none if the folder does not exist."""
+        """Return the names of the members of a folder, or no names if it does not exist."""
 
     def read_range(self, url: str, offset: int, nbytes: int) -> bytearray:
-        """Return a byte range of a file. At the end of the file, fewer bytes are returned."""
+        """Read *nbytes* bytes of a file from *offset*, or fewer bytes at the end of the file."""
 
     def prefetch_range(self, url: str, offset: int) -> None:
-        """Fetch the bytes around *offset* into the cache. Negative offsets count from the end."""
+        """Fetch bytes around *offset* into the cache.
+
+        A negative *offset* counts from the end of the file.
+        """
 
     def mark_range_end(self, url: str, stop: int) -> None:
-        """Tell the tree that a sequential read of a file ends before byte *stop*."""
+        """Announce that a sequential read of the file ends before byte offset *stop*."""
 
     def trim_cache(self) -> None:
-        """Release most of the cached data."""
+        """Free most of the memory that cached data occupies."""
 
     def refresh_entries(self, url: str) -> None:
-        """Discard cached listings. The next use lists the tree again, at the same commit."""
+        """Discard cached listings, so that the next use lists the same commit again."""
 
     def forget_url(self, url: str) -> None:
-        """Forget cached listings of *url*, which has changed, and of its parents and members."""
+        """Discard the cached listings of *url*, which was changed, its parents and its members."""
 
     def get_last_error(self, url: str) -> CkptError | None:
-        """Return the last error of the server, or None if there was none."""
+        """Return the last error of the server that hosts *url*, or None if no request failed."""
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
-        """Begin an upload to *url*, and lock *url* until the upload ends."""
+        """Start an upload to *url*, which is locked until the upload ends."""
 
     def add_credentials(self, url: str) -> str:
-        """Return *url* with its credentials."""
+        """Return a copy of *url* that contains its credentials."""
 
 
 @total_ordering
 class UrlPath(os.PathLike[str]):
-    """File or folder behind a URL.
+    """Path of a remote file or folder, with the interface of :class:`pathlib.Path`.
 
-    Its text is the URL, which is not a valid local path. Code that opens it directly instead of
-    with :class:`~ckptctl.storage.files.SourceFiles` fails with "no such file".
+    Its text is the URL, which is not a valid local path. Code that passes it to Python's ``open``
+    instead of :class:`~ckptctl.storage.files.SourceFiles` fails with "no such file".
 
     Attributes:
-        tree: Tree that reads the URL.
+        tree: Remote file system that reads the URL.
         url: URL without credentials.
     """
 
@@ -244,34 +247,34 @@ class UrlPath(os.PathLike[str]):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Scheme with its colon, host, and the names that follow."""
+        """Components of the URL, which are the scheme with its colon, the host, and all names."""
         scheme, _, rest = self.url.partition("//")
         return (scheme, *rest.split("/"))
 
     @property
     def name(self) -> str:
-        """Last name."""
+        """Last component of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """Name without its suffix."""
+        """Last component of the URL without its suffix."""
         return PurePosixPath(self.name).stem
 
     @property
     def suffix(self) -> str:
-        """Last suffix of the name, with its dot."""
+        """Last suffix of the name, including the dot, or an empty string."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> UrlPath:
-        """Parent folder. A host is its own parent."""
+        """Parent folder, which for a URL that is only a host is the URL itself."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith("/") else UrlPath(self.tree, above)
 
     @property
     def parents(self) -> Sequence[UrlPath]:
-        """All parent folders, the nearest first."""
+        """All parent folders, starting with the immediate parent."""
         above = self.parent
         return () if above is self else (above, *above.parents)
 
@@ -280,19 +283,19 @@ class UrlPath(os.PathLike[str]):
         return UrlPath(self.tree, f"{self.url}/{inner}") if inner.parts else self
 
     def with_name(self, name: str) -> UrlPath:
-        """Return a sibling called *name*."""
+        """Return the path with its last component replaced by *name*."""
         return self.parent / name
 
     def with_suffix(self, suffix: str) -> UrlPath:
-        """Return a sibling with another suffix."""
+        """Return the path with the suffix of its last component replaced by *suffix*."""
         return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
 
     def is_relative_to(self, other: str | os.PathLike[str]) -> bool:
-        """Check if the path is *other* or inside it."""
+        """Check if the path is equal to *other* or is inside the folder *other*."""
         return f"{self.url}/".startswith(f"{os.fspath(other)}/")
 
     def relative_to(self, other: str | os.PathLike[str]) -> PurePosixPath:
-        """Return the path relative to *other*."""
+        """Return the part of the path that follows the folder *other*."""
         if not self.is_relative_to(other):
             raise ValueError(f"{self} is not in {other}")
         return PurePosixPath(self.url[len(os.fspath(other)) + 1 :])
@@ -312,15 +315,15 @@ class UrlPath(os.PathLike[str]):
         return entry is not None and not entry.folder
 
     def is_symlink(self) -> bool:
-        """Return False, because there are no links behind URLs."""
+        """Return False, because remote file systems have no symbolic links."""
         return False
 
     def readlink(self) -> UrlPath:
-        """Raise OSError, because there are no links behind URLs."""
+        """Raise OSError, because remote file systems have no symbolic links."""
         raise OSError(22, os.strerror(22), self.url)
 
     def stat(self) -> os.stat_result:
-        """Return size, time and version (as the inode)."""
+        """Return the size, the modification time, and a number for the version as the inode."""
         entry = self.tree.find_entry(self.url)
         if entry is None:
             raise FileNotFoundError(2, os.strerror(2), self.url)
@@ -355,7 +358,7 @@ class UrlPath(os.PathLike[str]):
         return (item for item in self.iterdir() if fnmatchcase(item.name, pattern))
 
     def rglob(self, pattern: str) -> Iterator[UrlPath]:
-        """Yield all matching members of the folder and of folders below it."""
+        """Yield the members of the folder and of all nested folders that match *pattern*."""
         for item in self.iterdir():
             if fnmatchcase(item.name, pattern):
                 yield item
@@ -363,7 +366,7 @@ class UrlPath(os.PathLike[str]):
                 yield from item.rglob(pattern)
 
     def resolve(self) -> Self:
-        """Return the path unchanged."""
+        """Return the path unchanged, because URL paths are always absolute."""
         return self
 
     absolute = expanduser = resolve
@@ -376,12 +379,12 @@ class UrlPath(os.PathLike[str]):
         return file if "b" in mode else io.TextIOWrapper(file, **options)
 
     def read_bytes(self) -> bytes:
-        """Return the content."""
+        """Read the complete file and return its bytes."""
         with self.open("rb") as file:
             return bytes(file.read())
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """Return the content as text."""
+        """Read the complete file and return it as decoded text."""
         with self.open(encoding=encoding, errors=errors) as file:
             return str(file.read())
 
@@ -419,7 +422,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_url(url: str) -> UrlPath:
-    """Return the path of a URL, without accessing it.
+    """Convert a URL to a path, without accessing the server.
 
     The module for URLs is only imported for the first URL, to keep start-up fast.
     """
@@ -430,4 +433,4 @@ def open_url(url: str) -> UrlPath:
 
 
 TREES_MODULE = "ckptctl.remote.trees"
-"""Module that opens URLs, with fsspec or the client of the Hub."""
+"""Name of the module that opens URLs with fsspec or with the client of the Hugging Face Hub."""

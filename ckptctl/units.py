@@ -1,4 +1,4 @@
-"""Formatting and parsing of sizes, counts, durations and times, and natural order of names."""
+"""Functions that parse and format sizes, counts, durations and times, and sort names naturally."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DIGITS = re.compile(r"([0-9]+)")
 MAX_BYTES = 2**63 - 1
 LATEST_SECONDS = 253_402_300_799.0
-"""The last second of the year 9999, in seconds since the epoch."""
+"""Last second of the year 9999 in UTC, in seconds since the Unix epoch."""
 
 NaturalKey = tuple[tuple[int, int, str], ...]
 
@@ -26,7 +26,8 @@ def parse_bytes(text: str | int) -> int:
     """Parse a size, and return it in bytes.
 
     Args:
-        text: ``5GB`` (10^9 each), ``4GiB`` (2^30 each), ``500M``, ``1.5 kB`` or a number of bytes.
+        text: Size with a decimal or binary unit, such as ``5GB`` (10^9 bytes each), ``4GiB`` (2^30
+            bytes each), ``500M`` or ``1.5 kB``, or a number of bytes.
 
     Raises:
         UsageError: The text is not a size, or is zero or above 2^63 - 1.
@@ -45,7 +46,10 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_file_size(value: str | int) -> int:
-    """Parse a maximum file size. Small numbers require a unit, because they are likely in GB."""
+    """Parse a maximum file size, and return it in bytes.
+
+    A small number without a unit is an error, because the user probably meant GB.
+    """
     if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
         digits = value.strip()
         raise UsageError(
@@ -59,7 +63,7 @@ def parse_seconds(text: str) -> float:
     """Parse a duration, and return it in seconds.
 
     Args:
-        text: ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``.
+        text: Number with a unit, such as ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``.
 
     Raises:
         UsageError: The text is not a duration, or has an ``M``, which may mean months.
@@ -76,12 +80,15 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rfc3339(seconds: float) -> str:
-    """Format a time according to RFC 3339, in UTC. Times after the year 9999 are clipped."""
+    """Format a time as RFC 3339 in UTC, limited to the last second of the year 9999.
+
+    *seconds* is the time since the Unix epoch.
+    """
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST_SECONDS)))
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format a size in binary units: ``512 B``, ``15.0 GiB``."""
+    """Format a size in binary units, such as ``512 B`` or ``15.0 GiB``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1023.95 or unit == "TiB":
@@ -91,7 +98,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """Format *count* with three digits and a decimal prefix: ``8.03 B`` is 8.03e9."""
+    """Format *count* with three digits and a decimal prefix, such as ``8.03 B`` for 8.03e9."""
     value = float(count)
     for unit in ("", "K", "M", "B", "T"):
         if value < 999.5 or unit == "T":
@@ -104,18 +111,18 @@ def format_count(count: int) -> str:
 
 
 def pluralize(count: int, singular: str, plural: str = "") -> str:
-    """Format *count*, followed by a noun in the singular or plural.
+    """Format *count*, followed by *singular* or *plural*, whichever fits the number.
 
     Args:
         count: Number to format.
         singular: Words after the number 1, such as ``tensor`` or ``tensor is missing``.
-        plural: Words after other numbers; empty for *singular* with an *s*.
+        plural: Words after other numbers. If empty, *singular* with an appended *s* is used.
     """
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: ``0.12 s``, ``42.0 s``, ``3 min 05 s``, ``1 h 02 min``."""
+    """Format a duration in seconds, such as ``0.12 s``, ``3 min 05 s`` or ``1 h 02 min``."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
@@ -137,7 +144,7 @@ def to_natural_key(name: str) -> NaturalKey:
 
 
 def sort_naturally(names: Iterable[str]) -> list[str]:
-    """Sort *names* in natural order."""
+    """Sort *names* so that embedded numbers are in numeric order."""
     return sorted(names, key=lambda name: (to_natural_key(name), name))
 
 

@@ -1,8 +1,8 @@
-"""Verdicts on a checkpoint, which are derived from findings.
+"""Verdicts on a checkpoint, which are derived from the findings of a check.
 
-``complete`` means that the index covers all tensors. If a table describes the model, no tensor of
-the model is missing, either. ``damaged`` requires evidence. ``unknown`` means undetermined. The
-comparison of *data* with checksums is reported separately from the verdict.
+The verdict ``complete`` means that the index covers all tensors and, if a table describes the
+model, that no tensor of the model is missing. The verdict ``damaged`` requires evidence. Otherwise,
+the verdict is ``unknown``. Whether the *data* matches its checksums is reported separately.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ COMPLETE = (
     "whether nothing is missing; null if the structure is complete but the model type is unknown"
 )
 STRUCTURE_COMPLETE = "structure complete; "
-"""Prefix of notes about a checkpoint that no table describes."""
+"""Prefix of notes about a checkpoint whose model no table describes."""
 UNKNOWN_MODEL = (
     f"{STRUCTURE_COMPLETE}the model type is unknown, so missing tensors cannot be detected"
 )
 
 
 class Verdict(StrEnum):
-    """Verdict on a checkpoint. Only evidence from files allows deletion."""
+    """Verdict on whether a checkpoint is complete or damaged.
+
+    A damaged checkpoint may only be deleted if the evidence comes from its files.
+    """
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
@@ -40,7 +43,7 @@ class Verdict(StrEnum):
 
 
 class Evidence(Protocol):
-    """Attributes of a finding that determine the verdict."""
+    """Protocol with the attributes of a finding that determine the verdict."""
 
     @property
     def severity(self) -> Severity:
@@ -48,11 +51,14 @@ class Evidence(Protocol):
 
     @property
     def basis(self) -> Basis:
-        """Source of the evidence."""
+        """Kind of source that the evidence comes from, such as the files of the checkpoint."""
 
 
 def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
-    """Decide the verdict from *findings*. Evidence of damage outweighs unknown findings."""
+    """Derive the verdict on a checkpoint from *findings*.
+
+    Evidence of damage takes precedence over findings with severity ``unknown``.
+    """
     severities = {finding.severity for finding in findings}
     if "error" in severities:
         return Verdict.DAMAGED
@@ -60,7 +66,7 @@ def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
 
 
 def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
-    """Combine the verdicts on several checkpoints. The worst verdict counts."""
+    """Return the worst of the verdicts on several checkpoints."""
     present = {*verdicts}
     by_severity = (Verdict.DAMAGED, Verdict.UNKNOWN)
     return next((verdict for verdict in by_severity if verdict in present), Verdict.COMPLETE)
@@ -74,13 +80,14 @@ def is_complete(verdict: Verdict, scope: Scope) -> bool | None:
 
 
 def strip_structure_claim(notes: Iterable[str]) -> Iterator[str]:
-    """Remove the claim that the structure is complete from *notes*."""
+    """Yield *notes* without the prefix which claims that the structure is complete."""
     return (note.removeprefix(STRUCTURE_COMPLETE) for note in notes)
 
 
 def has_file_damage(findings: Iterable[Evidence]) -> bool:
-    """Check if *findings* contain evidence from files, the only kind that allows deletion.
+    """Check if *findings* contain evidence of damage from files, which is required for deletion.
 
-    An index with a hole, or a model without a required tensor, may have been saved intentionally.
+    Other damage does not allow deletion, because an index with a hole, or a model without a
+    required tensor, may have been saved intentionally.
     """
     return any(finding.severity == "error" and finding.basis == "files" for finding in findings)
