@@ -1,4 +1,4 @@
-"""Index of one checkpoint: the boxes of its tensors and the byte ranges that store them.
+"""Index of one checkpoint, with the boxes of its tensors and the byte ranges that store them.
 
 A :class:`Catalog` contains everything that a command needs to inspect a checkpoint or to plan a
 conversion. It contains no tensor data, and is never changed after reading.
@@ -50,7 +50,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in the box."""
         return math.prod(self.sizes)
 
     @classmethod
@@ -143,7 +143,7 @@ class TensorEntry:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: Fully qualified name: the parts of *path* joined by dots.
+        name: Fully qualified name, which joins the keys in *path* with dots.
         dtype: torch's name of the dtype, as in ``bfloat16``.
         shape: Global shape.
         extents: Extents that tile the tensor; a tuple, or columns that create objects on demand.
@@ -172,12 +172,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the complete tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the elements in bytes, or 0 if they cannot be read."""
+        """Size of all elements in bytes, or 0 if they cannot be read."""
         return 0 if self.unsupported else self.numel * dtypes.get_itemsize(self.dtype)
 
 
@@ -280,7 +280,7 @@ class Blob:
         offset: Offset in *file* of the first byte of the zip.
         nbytes: Length of the zip in bytes.
         value: Value from the restricted unpickler, if *file* is None.
-        extension: DCP's name of the transformation that the zip was written with; empty if none.
+        extension: DCP's name of the stream transformation applied to the zip, or an empty string.
     """
 
     name: str

@@ -124,9 +124,9 @@ class FormatError(CkptError):
 
 
 class DamagedError(CkptError):
-    """The checkpoint is damaged, and there is evidence.
+    """The checkpoint is damaged, and the error states the evidence.
 
-    A file is missing, truncated or shorter than its index states, a checksum differs, a part of a
+    A file is missing, truncated or shorter than its index states, a checksum differs, a chunk of a
     tensor is missing, or a marker of an unfinished save exists.
     """
 
@@ -164,7 +164,7 @@ class UnmappedTensorError(MappingError):
         where: See :class:`CkptError`.
         why: See :class:`CkptError`.
         hint: See :class:`CkptError`.
-        keys: Names of the tensors in the model; empty if the entire checkpoint is meant.
+        keys: Names of the tensors in the model, or an empty tuple for the entire checkpoint.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ChangedError(StorageError):
 
 
 class UnsupportedError(CkptError):
-    """The checkpoint, or a part of it, is unsupported. It may be undamaged.
+    """The checkpoint, or a file or tensor in it, is unsupported. It may be undamaged.
 
     Examples are unknown dtypes, classes or structures, unsupported features, and links that lead
     outside the checkpoint.
@@ -366,7 +366,7 @@ def format_command(name: str, *arguments: object, options: Sequence[str] = ()) -
     Args:
         name: Name of the command.
         arguments: Positional arguments, such as paths, which may begin with a dash.
-        options: Options and their values.
+        options: Options with values, such as ``--to hf``.
     """
     import shlex
 

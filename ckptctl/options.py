@@ -124,7 +124,7 @@ class Argument(Option):
 
 
 class DeclaredOption:
-    """Declared option of a command or function, with its type and default.
+    """Option that a command or function declares, with its type and default value.
 
     Attributes:
         name: Name of the field or parameter.

@@ -105,7 +105,7 @@ def derive_version_number(version: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """Request for an upload.
+    """Request to upload the files of one output.
 
     Attributes:
         names: Names of the output files, with the index file last.

@@ -1,1 +1,1 @@
-"""Conversion pipeline: open, recognize the model, apply steps, lay out, copy, publish."""
+"""Conversion pipeline, which plans a conversion, copies the tensors and publishes the output."""

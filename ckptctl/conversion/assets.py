@@ -44,7 +44,8 @@ class Assets:
         sizes: Size of each sidecar file in bytes, by relative file name.
         documents: Parsed ``config.json`` and ``params.json``, or only those in the folder of
             ``--assets`` if it contains any.
-        others: Other files in the source directories, with the reasons why they are not copied.
+        others: Reason why each remaining file in the source directories is not copied, by relative
+            file name.
         changed: Names of documents whose contents differ from the files on disk.
         described: All descriptions of the model, including config files that ``--assets`` replaces.
     """
@@ -175,7 +176,7 @@ def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> A
 
 
 def add_carried_files(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
-    """Add the skipped files that match one of *globs* to *assets*.
+    """Add the files that match one of *globs* and would be skipped otherwise to *assets*.
 
     Args:
         assets: Sidecar files that are copied, and files in their folders that are not copied yet.

@@ -184,7 +184,7 @@ def refuse_unscaled_float8(
 
 
 def _is_cast(catalog: Catalog, name: str, dtype: str) -> bool:
-    """Check if a source tensor is cast to *dtype*, while copying or in a computation."""
+    """Check if the source tensor *name* is cast to *dtype* while it is copied or computed."""
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
     return source.dtype != dtype or any(can_overflow(virtual) for virtual in computed if virtual)

@@ -79,7 +79,8 @@ class Draft:
             in *source*.
         selection: Tensors and other values to convert. Set by ``select_tensors``, as are the next
             two fields.
-        expected_names: Names of all tensors that the model should have, selected or not.
+        expected_names: Names of all tensors that the model should have, including tensors that are
+            not selected.
         missing: Names of absent or incomplete items that cannot be converted, with reasons.
         change: Mapping of the model's tensors to the target layout. Set by ``plan_layout_change``.
         mapped: Output tensors by name, each composed of elements of tensors in *located*. Set by

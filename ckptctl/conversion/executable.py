@@ -49,7 +49,7 @@ from ckptctl.version import __version__
 
 
 def build_plan(draft: Draft) -> Plan:
-    """Build the plan for the executor from a completed draft."""
+    """Build the executable plan from a draft that all planning stages have completed."""
     output, catalog, root = draft.output_layout, draft.located, draft.located.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
     sidecar_files = tuple(

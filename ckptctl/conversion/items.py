@@ -133,7 +133,7 @@ def add_replica_extents(catalog: Catalog) -> Catalog:
 
 
 def select_rank_replicas(catalog: Catalog, ranks: RankCollectives) -> Catalog:
-    """Select the tensors whose replicas this rank compares, a share of all tensors."""
+    """Select the share of the tensors with replicas that this rank compares."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
     return select_replicated_tensors(catalog, select_rank_share(ranks, names, weights.__getitem__))

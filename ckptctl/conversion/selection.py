@@ -333,7 +333,7 @@ def _iterate_items(catalog: Catalog) -> Iterator[_StoredItem]:
 
 
 def _is_readable(root: TreePath, item: _StoredItem) -> bool:
-    """Check if the bytes of an item can be read as a ``torch.save`` zip."""
+    """Check if the bytes of *item* are a readable ``torch.save`` zip."""
     try:
         with source_files(root) as files:
             read_archive(files, item.file, item.offset, item.nbytes)

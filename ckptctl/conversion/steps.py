@@ -126,7 +126,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     """Apply the steps at *place*, in ascending order.
 
     Raises:
-        MappingError: A step drops tensors of the output, which the summary would not count.
+        MappingError: A step drops output tensors, which the summary would not report as dropped.
     """
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
@@ -145,7 +145,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
 
 
 def _collect_input_names(draft: Draft) -> dict[str, None]:
-    """Return the names of the tensors in ``draft.located`` that the output reads."""
+    """Collect the names of the tensors in ``draft.located`` that output tensors read."""
     written = {tensor.name for tensor in draft.tensors}
     composed = (item for name, item in draft.mapped.items() if name in written)
     return dict.fromkeys(key for item in composed for key in item.keys)

@@ -1,4 +1,4 @@
-"""Summary of a conversion: counts of tensors read, written, merged, split and dropped.
+"""Summary of a conversion, with counts of tensors read, written, merged, split and dropped.
 
 Every tensor of the source is dropped, skipped, or used in the output. Every tensor of the output is
 computed from source tensors, from tensors of ``--fill-from``, or filled with zeros.

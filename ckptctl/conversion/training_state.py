@@ -1,4 +1,4 @@
-"""Training state that ``--only all`` adds: optimizer state, counters and other leaves.
+"""Mapping of training state that ``--only all`` adds, such as optimizer state and counters.
 
 The name of a moment contains the fully qualified name of its parameter
 (``optimizer.state.<fqn>.exp_avg``, ``torch/distributed/checkpoint/state_dict.py``). Moments are

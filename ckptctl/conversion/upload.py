@@ -1,4 +1,6 @@
-"""Execution of a plan whose destination is a URL: files are uploaded from a scratch directory.
+"""Execution of a plan whose destination is a URL.
+
+Files are written to a scratch directory and uploaded from there.
 
 The scratch directory is in the directory for temporary files (``TMPDIR``). It contains the files in
 progress and at most :data:`~ckptctl.storage.execution.finisher.MAX_WAITING` complete files. Each

@@ -1,6 +1,6 @@
-"""Detection of missing tensors of a model.
+"""Detection of tensors that are missing from a model.
 
-The table of the family and the configuration determine which tensors a model requires.
+The family's table and the model's configuration determine which tensors a model requires.
 """
 
 from __future__ import annotations

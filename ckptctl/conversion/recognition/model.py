@@ -577,7 +577,10 @@ def _require_single_root(
 
 
 def require_single_model(model: Model) -> None:
-    """Raise if a checkpoint has several models of one kind, e.g. a teacher and a student."""
+    """Raise if a checkpoint contains several models that match the same family.
+
+    An example is a checkpoint of a teacher and a student.
+    """
     families_by_model = [set(names) for _, names in model.inner_models]
     if any(a & b for n, a in enumerate(families_by_model) for b in families_by_model[:n]):
         first = model.inner_models[0][0].rstrip(".")

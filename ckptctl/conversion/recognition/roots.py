@@ -203,7 +203,10 @@ def _find_roots(catalog: Catalog) -> list[str]:
 
 
 def _list_model_names(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
-    """Return *names* under *root* except training state; None means all tensors of *catalog*."""
+    """Return the names in *names* that are under *root* and are not training state.
+
+    If *names* is None, the names of all tensors are used.
+    """
     names = catalog.tensors if names is None else names
     if not stores_training_state(catalog.format):
         return list(names)

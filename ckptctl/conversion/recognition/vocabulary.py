@@ -3,7 +3,7 @@
 ``args.padded_vocab_size`` is the next multiple of ``make_vocab_size_divisible_by`` (128) times the
 number of tensor-parallel ranks (``megatron/training/tokenizer``). Models with another number of
 rows can load such a checkpoint, because embedding and output layer are declared with
-``allow_shape_mismatch`` and missing rows become zeros. The vocabulary size is that of config.json.
+``allow_shape_mismatch`` and missing rows become zeros. config.json states the vocabulary size.
 Padding rows may become nonzero in training, because the output layer also computes logits for them.
 The trainer's arguments must then state that the rows are padding.
 """
@@ -28,7 +28,7 @@ MUST_BE_ZERO = "they must be zero, which is checked before writing"
 
 
 def note_unstated_padding(change: LayoutChange, stated_rows: int | None) -> None:
-    """Add a note if no file states whether the vocabulary is padded."""
+    """Add a note to *change* if no file states whether the vocabulary is padded."""
     rows = change.sizes.get(VOCABULARY_AXIS)
     if stated_rows is not None or not rows:
         return
