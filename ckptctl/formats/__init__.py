@@ -1,7 +1,7 @@
-"""Registry of the formats in this package and of plug-ins (``ckptctl.formats`` entry points).
+"""Registry of the built-in formats, and of formats from ``ckptctl.formats`` entry points.
 
-A module in this package that defines a :class:`~ckptctl.formats.base.Format` called ``FORMAT`` is
-registered automatically.
+Every module in this package that defines ``FORMAT``, an instance of
+:class:`~ckptctl.formats.base.Format`, is registered automatically.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ MAX_FOLDERS_SCANNED = 200
 _DIGITS = re.compile("[0-9]+")
 NON_MODEL_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 PART_FOLDER = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
-"""Folders in which accelerate, ByteCheckpoint and veScale store a model or an optimizer."""
+"""Names of model and optimizer folders of accelerate, ByteCheckpoint and veScale."""
 
 
 @cache
 def load_builtin_formats() -> dict[str, Format]:
-    """Import this package's formats and return them by name."""
+    """Import all modules of this package, and map format names to the formats they define."""
     formats: dict[str, Format] = {}
     for module in pkgutil.iter_modules(__path__):
         name = f"{__name__}.{module.name}"
@@ -69,24 +69,27 @@ def load_builtin_formats() -> dict[str, Format]:
 
 @cache
 def get_entry_points_by_name() -> dict[str, EntryPoint]:
-    """Return entry points by format name, without loading them."""
+    """Map format names to the entry points that define them, without loading these."""
     return installed.find_entry_points(ENTRY_POINTS)
 
 
 @cache
 def load_plugin_format(name: str) -> Format:
-    """Load the format of the entry point called *name*."""
+    """Load the format that an installed package registers under the entry point *name*."""
     return installed.load_entry_point(get_entry_points_by_name()[name], Format)  # type: ignore[type-abstract]
 
 
 def find_plugin_package(name: str) -> str | None:
-    """Return the package whose entry point defines the format *name*, or None."""
+    """Return the installed package that provides the format *name*, or None if there is none."""
     point = get_entry_points_by_name().get(name)
     return installed.get_package_name(point) if point else None
 
 
 def load_plugin_formats() -> dict[str, Format]:
-    """Load the formats of installed packages, by name. Built-in names take precedence."""
+    """Load the formats that installed packages provide, and map their names to them.
+
+    A format that has the name of a built-in format is ignored.
+    """
     builtin_formats = load_builtin_formats()
     return {
         n: load_plugin_format(n)
@@ -96,17 +99,17 @@ def load_plugin_formats() -> dict[str, Format]:
 
 
 def load_all_formats() -> dict[str, Format]:
-    """Return all formats by name, with built-in ones first."""
+    """Map names to all formats, the built-in ones first and then those of plug-ins."""
     return {**load_builtin_formats(), **load_plugin_formats()}
 
 
 def list_format_names() -> tuple[str, ...]:
-    """Return the names of the built-in formats, which are all readable."""
+    """Return the names of the built-in formats, all of which ckptctl can read."""
     return tuple(load_builtin_formats())
 
 
 def map_other_names() -> dict[str, str]:
-    """Map aliases, such as names of programs that use a format, to names of built-in formats."""
+    """Map each alias, such as the name of a training framework, to the name of its format."""
     return {
         other: name
         for name, candidate in load_builtin_formats().items()
@@ -115,7 +118,7 @@ def map_other_names() -> dict[str, str]:
 
 
 def list_writable_names() -> tuple[str, ...]:
-    """Return the names of the built-in formats that can be written."""
+    """Return the names of the built-in formats that ckptctl can write."""
     return tuple(
         name
         for name, candidate in load_builtin_formats().items()
@@ -124,7 +127,7 @@ def list_writable_names() -> tuple[str, ...]:
 
 
 def get_format(name: str) -> Format:
-    """Return the format called *name*, or raise UsageError."""
+    """Return the format called *name*, or raise UsageError if it does not exist."""
     candidate = load_builtin_formats().get(name) or load_all_formats().get(name)
     if candidate is None:
         close = find_nearest(name.lower(), list_format_names())
@@ -137,7 +140,7 @@ def get_format(name: str) -> Format:
 
 
 def get_writable_format(name: str) -> WritableFormat:
-    """Return the format called *name*, or raise UsageError if it cannot be written."""
+    """Return the format called *name*, or raise UsageError if ckptctl cannot write it."""
     candidate = get_format(name)
     if not isinstance(candidate, WritableFormat):
         raise UsageError(
@@ -148,7 +151,10 @@ def get_writable_format(name: str) -> WritableFormat:
 
 
 def sniff_formats(path: TreePath) -> dict[str, str]:
-    """Return all formats that match *path*, each with its evidence."""
+    """Map the name of every format that matches *path* to the evidence found.
+
+    Plug-in formats are only tried if no built-in format matches.
+    """
     listing = Listing(path)
     for load_formats in (
         (load_builtin_formats, load_plugin_formats) if listing.is_folder or path.is_file() else ()
@@ -164,9 +170,9 @@ def sniff_formats(path: TreePath) -> dict[str, str]:
 
 
 def sniff_by_precedence(candidates: Mapping[str, Format], listing: Listing) -> dict[str, str]:
-    """Return the evidence of each candidate that matches, by format.
+    """Map the names of the *candidates* that match *listing* to the evidence found.
 
-    A candidate is skipped if a format that takes precedence over it matches.
+    A candidate is skipped if another candidate matches that takes precedence over it.
     """
     evidence_by_name: dict[str, str | None] = {}
 
@@ -183,7 +189,10 @@ def sniff_by_precedence(candidates: Mapping[str, Format], listing: Listing) -> d
 
 
 def find_interrupted_format(path: TreePath) -> Format | None:
-    """Return the format of a save interrupted before it could be recognized, or None."""
+    """Return the format of the interrupted save in *path*, or None if no save was interrupted.
+
+    Such a save lacks the files by which formats are usually recognized.
+    """
     with suppress(PermissionError):
         listing = Listing(path)
         return next(
@@ -198,13 +207,18 @@ def find_interrupted_format(path: TreePath) -> Format | None:
 
 
 def detect_format(path: str | TreePath) -> Format:
-    """Detect the format of *path*, or raise if there is not exactly one."""
+    """Detect the format of *path*, or raise FormatError unless exactly one format matches."""
     path = to_existing_path(path)
     return select_format(path, sniff_formats(path))
 
 
 def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
-    """Return the only matching format, or raise an error that describes *path*."""
+    """Return the only format in *sniffed*, or raise an error that explains what *path* contains.
+
+    Args:
+        path: Path of the checkpoint.
+        sniffed: Evidence for each format that matches *path*, by name of the format.
+    """
     is_part = any(
         candidate.part_names and candidate.part_names.fullmatch(path.name)
         for candidate in load_builtin_formats().values()
@@ -245,10 +259,10 @@ def open_checkpoint(
     *,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Detect the format of *path* and read its index.
+    """Read the catalog of the checkpoint at *path*, whose format is detected if *format* is None.
 
-    *manifest* controls whether checksums are read from the manifest next to the checkpoint. With
-    None, they are read only if this takes no remote request.
+    *manifest* determines whether checksums are read from the manifest next to the checkpoint. If it
+    is None, they are read unless this takes a remote request.
     """
     path = to_existing_path(path)
     opened = path, read_identity(path)
@@ -298,11 +312,11 @@ def open_checkpoint(
 
 
 def map_merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
-    """Map optimizer state of split parameters to the parameters that they were merged into.
+    """Map names of optimizer state of split parameters to the merged parameters in *catalog*.
 
     Args:
-        catalog: Catalog with the merged parameters.
-        names: Names of tensors, with and without such optimizer state.
+        catalog: Catalog that contains the merged parameters.
+        names: Tensor names. Names of tensors that are not such optimizer state are ignored.
     """
     parameter_by_name: dict[str, str] = {}
     for candidate in load_builtin_formats().values():
@@ -312,7 +326,7 @@ def map_merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, s
 
 
 def resolve_codecs(catalog: Catalog) -> Catalog:
-    """Locate the element bytes of all extents in *catalog*."""
+    """Locate the raw tensor bytes of every extent in *catalog*, so that each codec is ``raw``."""
     with raise_changed_if(lambda: require_same_file(catalog.opened)):
         return get_format(catalog.format).resolve_codecs(catalog)
 
@@ -320,7 +334,7 @@ def resolve_codecs(catalog: Catalog) -> Catalog:
 def list_checkpoints(path: TreePath) -> list[TreePath]:
     """Return the checkpoints directly inside a folder, in natural order.
 
-    Checkpoints are directories or Lightning's ``*.ckpt`` files.
+    Only subfolders and Lightning's ``*.ckpt`` files count as checkpoints.
     """
     if not path.is_dir():
         return []
@@ -333,7 +347,10 @@ def list_checkpoints(path: TreePath) -> list[TreePath]:
 
 
 def find_nested_checkpoints(path: TreePath) -> list[TreePath]:
-    """Search two levels below a folder for model checkpoints, among a limited number of folders."""
+    """Return the model checkpoints two levels below a folder, such as ``run/epoch_1/model``.
+
+    At most ``MAX_FOLDERS_SCANNED`` folders of each level are searched.
+    """
 
     def list_subfolders(folder: TreePath) -> list[TreePath]:
         with suppress(OSError):
@@ -355,10 +372,13 @@ def find_nested_checkpoints(path: TreePath) -> list[TreePath]:
 
 
 def find_only_model_checkpoint(path: TreePath) -> TreePath | None:
-    """Return the only model checkpoint directly inside a folder, or None.
+    """Return the only model checkpoint directly inside a folder, or None if not exactly one exists.
 
-    Separate optimizer directories next to it are allowed, as accelerate and ByteCheckpoint write
-    them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
+    Optimizer checkpoints are ignored, because accelerate writes ``pytorch_model_fsdp_0/`` and
+    ``optimizer_0/``, and ByteCheckpoint writes ``model/`` and ``optimizer/``.
+
+    Raises:
+        FormatError: A sibling with a higher number in its name is not a recognized checkpoint.
     """
     models = [item for item in list_checkpoints(path) if not NON_MODEL_FOLDER.fullmatch(item.name)]
     if len(models) != 1:
@@ -375,7 +395,10 @@ def find_only_model_checkpoint(path: TreePath) -> TreePath | None:
 
 
 def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:
-    """Return the newest sibling with the same name pattern and a higher number, or None."""
+    """Return the sibling of *checkpoint* with the highest step number, or None if none is newer.
+
+    Only siblings whose names differ from *checkpoint* in nothing but numbers are considered.
+    """
     name_pattern, number = _DIGITS.sub("N", checkpoint.name), to_natural_key(checkpoint.name)
     siblings = (
         item for item in checkpoint.parent.iterdir() if _DIGITS.sub("N", item.name) == name_pattern
@@ -389,7 +412,7 @@ def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:
 
 
 def to_existing_path(path: str | TreePath) -> TreePath:
-    """Return *path* as an absolute path, or raise if it does not exist."""
+    """Return *path* as an absolute path, or raise SourceNotFoundError if it does not exist."""
     if not to_path_text(path):
         raise UsageError("the path is empty", hint="use `.` for the working directory")
     absolute = expand_home(resolve_source_path(path)).absolute()

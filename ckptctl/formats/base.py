@@ -1,8 +1,9 @@
-"""Base classes of formats, and the data types that formats read and lay out.
+"""Base classes of checkpoint formats, and their argument and result types.
 
-A format never copies tensor bytes. Its ``read`` returns a :class:`~ckptctl.catalog.Catalog`. Its
-``lay_out`` returns the location of every box of every tensor, and all other bytes of the files. The
-executor copies the bytes in the same way for all formats.
+A format never copies tensor bytes. Its ``read`` method returns a
+:class:`~ckptctl.catalog.Catalog`. Its ``lay_out`` method returns the file offset of every tensor
+box, and all other bytes of the output files, such as headers. The executor then copies the tensor
+bytes, with the same code for all formats.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ if TYPE_CHECKING:
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
 Weights = Literal["master", "module"]
-"""The optimizer's fp32 copies (master), or the weights that the model computes with (module)."""
+"""``master`` for the optimizer's fp32 weights, ``module`` for the weights used in forward."""
 
 
 class Listing:
-    """File or folder whose format is to be detected, with a listing that is read only once.
+    """A file, or a folder with a cached listing, whose format is to be detected.
 
     Attributes:
         path: Absolute path of a folder or file.
         is_folder: Whether *path* is a folder.
-        items: Direct children of the folder by name; empty for a file.
-        names: Sorted names of the items, or only the name of the file.
+        items: Direct children of the folder by name, or empty if *path* is a file.
+        names: Sorted names of the children, or only the name of the file.
     """
 
     def __init__(self, path: TreePath) -> None:
@@ -54,25 +55,25 @@ class Listing:
 
     @cached_property
     def files(self) -> list[str]:
-        """Sorted names of the files directly in the folder, or an empty list for a file."""
+        """Sorted names of the files directly in the folder, or empty if *path* is a file."""
         return [name for name in sorted(self.items) if self.items[name].is_file()]
 
     def has_file(self, name: str) -> bool:
-        """Return whether the folder has a file called *name* (see :func:`is_present`)."""
+        """Return whether the folder contains the file *name*, according to :func:`is_present`."""
         return name in self.items and is_present(self.items[name])
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor to lay out.
+    """A tensor to be written.
 
     Attributes:
         name: Fully qualified name.
-        dtype: Name of the dtype in torch, such as ``bfloat16``.
+        dtype: Name of the torch dtype, such as ``bfloat16``.
         shape: Global shape.
         path: Keys from the root of the saved object down to the tensor.
-        alias_of: Name of the output tensor with which this one shares all its memory, or None.
-        requires_grad: Whether the tensor requires gradients; written if the format can store it.
+        alias_of: Name of the output tensor that has the same storage and elements, or None.
+        requires_grad: Whether the tensor requires gradients. Ignored if the format cannot store it.
     """
 
     name: str
@@ -84,13 +85,13 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * dtypes.get_itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRequest:
-    """Everything that a format needs to lay out files.
+    """Input of :meth:`WritableFormat.lay_out`, which describes the checkpoint to write.
 
     Attributes:
         name: File name of the output, for single-file formats.
@@ -99,21 +100,22 @@ class OutputRequest:
         max_shard_size: Maximum tensor bytes per file.
         mp: Number of model-parallel shards.
         rank_boxes: Function that returns the shard of a tensor on each model-parallel rank, or None
-            for a rank that stores no part of it. Without a function, every rank stores every tensor
-            in full.
-        like: File index of each tensor, taken from a reference checkpoint.
+            for a rank that does not store the tensor. If this field is None, every rank stores all
+            tensors in full.
+        like: File index of each tensor in the reference checkpoint, by tensor name.
         like_files: File names of the reference checkpoint, if the format keeps them.
         checksum: Whether the records will have checksums.
         metadata: Free-form strings to store, for formats with ``keeps_metadata``.
-        config: ``config.json`` of the model, for formats with a separate model description; None if
-            there is none.
+        config: ``config.json`` of the model, for formats that describe the model in another file, or
+            None if it is unknown.
         family: Model family, or None if unknown.
-        sizes: Sizes of the family's axes, by name of the axis.
-        stack_layers: Whether to stack equal layers into one tensor, for formats that support this.
+        sizes: Sizes of the family's axes, by axis name.
+        stack_layers: Whether to stack the tensors of equal layers, if the format supports it.
         extensions: Extensions of the source catalog.
-        adapter: Content of ``adapter_config.json`` for the low-rank factors of an adapter; None if
-            these are the tensors of a model.
-        layout: Requested layout; None for the format's own layout, or else that of the source.
+        adapter: Parsed ``adapter_config.json`` if the tensors are LoRA factors of an adapter, or
+            None if they are the weights of a model.
+        layout: Requested layout, or None for the format's own layout. A format that has no own
+            layout then writes the layout of the source.
         notes: Collects messages for the user, such as ties written as two copies, and values
             skipped because the format cannot store them.
     """
@@ -139,13 +141,13 @@ class OutputRequest:
 
 
 class TensorPlace(NamedTuple):
-    """Record and offset of one box of a tensor.
+    """Location of one box of a tensor in an output record.
 
     Attributes:
-        box: Index range in the tensor.
+        box: Index ranges of the box in the tensor.
         record: Index of the record that contains the box.
-        start: Offset of the box in the record, in elements.
-        strides: Strides of the box in the record, in elements; None for row-major order.
+        start: Offset of the first element of the box in the record, in elements.
+        strides: Strides of the box in the record, in elements, or None for row-major order.
     """
 
     box: Box
@@ -156,17 +158,17 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """Locations of all output bytes.
+    """Locations of all bytes of a checkpoint to be written.
 
     Attributes:
-        files: Every file with tensors, with its frame (the bytes outside of records).
-        records: Byte ranges for tensor boxes.
-        boxes: Locations of each tensor's boxes, by name of the tensor.
+        files: Files that contain tensors, each with its frame, such as headers and trailers.
+        records: Byte ranges that contain tensor boxes.
+        boxes: Locations of the boxes of each tensor, by tensor name.
         raw_copies: Byte ranges to copy unchanged.
-        contents: Contents of further files, which have no records, by name.
-        folder: Subfolder of the output for all of these files and for the sidecar files; empty for
-            the output itself.
-        outer_files: Contents of files next to that subfolder, by name.
+        contents: Contents of files without tensors, by file name.
+        folder: Subfolder of the output that contains all of these files and the sidecar files, or
+            empty if they are directly in the output folder.
+        outer_files: Contents of files next to *folder*, by file name.
         generated_keys: Top-level keys of values that the format always writes itself.
     """
 
@@ -182,21 +184,21 @@ class OutputLayout:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Choices for checkpoints that can be read in more than one way.
+    """Options for reading checkpoints.
 
     Attributes:
-        model_type: Model family, for formats whose shards cannot be joined without it.
-        weights: ``master``: the optimizer's fp32 copies; ``module``: the weights that the model
-            computes with; None for the format's default.
-        tag: Name of the save to read if the folder has several; None for the save that the pointer
-            file names.
+        model_type: Model family, for formats that do not record how tensors are sharded.
+        weights: ``master`` for the optimizer's fp32 weights, ``module`` for the weights used in
+            forward, or None for the format's default.
+        tag: Name of the save to read if the folder contains several, or None for the save that the
+            pointer file names.
         rules: Path of a file that declares how tensors are sharded, for formats that do not record
             it.
         ranks: Number of ranks that saved the checkpoint, for formats that do not record it.
         partial: Whether to read as much as possible of an incomplete checkpoint. Problems become
             :attr:`~ckptctl.catalog.Catalog.findings`, and tensors may have holes.
         replicas: Whether to list :attr:`~ckptctl.catalog.Catalog.replicas`.
-        documents: Contents of ``config.json`` and ``params.json`` that describe the model to join.
+        documents: Parsed ``config.json`` and ``params.json`` of the model whose shards are joined.
             If empty, the files next to the shards are read.
     """
 
@@ -214,21 +216,27 @@ DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 class RecordedFacts(Protocol):
-    """Facts about a model, recorded by its trainer (such as Megatron's arguments)."""
+    """Model hyperparameters that a trainer recorded in the checkpoint, such as Megatron's args."""
 
     def find_candidates(
         self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
-        """Return the families of *known* that fit the facts, with exactly the keys of *shapes*."""
+        """Return the families that match the recorded facts and have exactly the keys of *shapes*.
+
+        Args:
+            known: Families to choose from, by name.
+            shapes: Shapes of the stored tensors, by key.
+            root: Folder of the checkpoint, for error messages.
+        """
 
     def contradicts_family(self, family: Family) -> bool:
-        """Return whether the facts rule out every model of *family*."""
+        """Return whether no model of *family* can have the recorded facts."""
 
     def build_config(self, family: Family) -> Mapping[str, object] | None:
-        """Return the facts as a ``config.json``, or None if there are none."""
+        """Build a ``config.json`` of *family* from the facts, or return None if it is empty."""
 
     def confirms_padding(self, rows: int, size: int) -> bool:
-        """Return whether only the first *size* of *rows* rows of a vocabulary are in use."""
+        """Return whether the facts confirm that *rows* is *size* tokens plus vocabulary padding."""
 
 
 class Format(ABC):
@@ -239,24 +247,24 @@ class Format(ABC):
         other_names: Aliases, such as names of programs that read or write the format, for hints.
         title: One-line description for ``--help`` and lists.
         recognized: Human-readable criteria of :meth:`sniff`.
-        marks: Pattern for the start of names. :meth:`sniff` is only called for a file that matches,
-            or a folder that contains a matching file or folder. None to call it always.
+        marks: Pattern that the start of a name must match. :meth:`sniff` is only called if the name
+            of the file, or of an item directly in the folder, matches. None to call it always.
         specializes: Names of more general formats that also match this format's files. They are not
             tried for a path that this format recognizes.
-        yields_to: Names of formats that take precedence if a folder contains files of both.
+        yields_to: Names of formats that take precedence if a folder contains files of both formats.
         part_names: Pattern for names of files that are not a checkpoint on their own, or None.
-        wholeness: Human-readable criteria for completeness. As in :attr:`recognized` and
+        wholeness: Human-readable criteria for a complete checkpoint. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that the format was tested against, in one line.
         proof: Comparisons with other programs; each claim names its test.
         read_options: Names of the :class:`ReadOptions` fields that the format supports, besides
             ``model_type``.
-        layout: Layout of its tensors, or None if it can store any layout.
+        layout: Layout of the tensors, or None if the format can store any layout.
         other_layouts: Whether the user can choose another layout.
-        adapters: Whether it stores only adapters, not models.
-        self_described: Whether its files describe the model, so that no ``config.json`` is needed.
-        training: Whether it stores training state with the model; all non-tensor values are then
-            training state. None to decide by whether it can store non-tensor values.
+        adapters: Whether the format stores only adapters, not models.
+        self_described: Whether the files describe the model, so that no ``config.json`` is needed.
+        training: Whether the format stores training state with the model, so that all non-tensor
+            values are training state. None if this depends on whether it can store such values.
     """
 
     name: ClassVar[str]
@@ -279,79 +287,79 @@ class Format(ABC):
 
     @abstractmethod
     def sniff(self, listing: Listing) -> str | None:
-        """Return evidence that a path is in this format, or None.
+        """Describe why *listing* is in this format, or return None if it is not.
 
-        The evidence is human-readable, as in ``.metadata and 8 .distcp files``. Only names and a
-        few bytes are read.
+        The evidence is human-readable, as in ``.metadata and 8 .distcp files``. Only
+        file names and a few bytes are read.
         """
 
     def is_interrupted(self, listing: Listing) -> bool:
-        """Return whether *listing* is an interrupted save that no format recognizes.
+        """Return whether *listing* is an interrupted save that :meth:`sniff` does not recognize.
 
-        :meth:`read` reports the missing files.
+        :meth:`read` then reports which files are missing.
         """
         return False
 
     @abstractmethod
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
-        """Read the index of a checkpoint.
+        """Read the catalog of a checkpoint, without the elements of its tensors.
 
         Args:
             path: Absolute path of a directory or file that :meth:`sniff` accepts.
-            options: Options; only those in :attr:`read_options` are ever set.
+            options: Options, of which only those in :attr:`read_options` are set.
 
         Raises:
             CkptError: The index is missing, damaged or malicious.
         """
 
     def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
-        """Add this format's knowledge to the catalog of a format that it specializes."""
+        """Refine a catalog that was read with a more general format in :attr:`specializes`."""
         return catalog
 
     def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
-        """Map optimizer state of split parameters to the parameters that :meth:`read` merged.
+        """Map names of optimizer state of split parameters to the parameters :meth:`read` merged.
 
         Args:
-            names: Names of tensors; names of other tensors than such state are ignored.
+            names: Tensor names. Names of tensors that are not such optimizer state are ignored.
         """
         return {}
 
     def parse_recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
-        """Interpret the :attr:`~ckptctl.catalog.Catalog.extensions` of a catalog of this format.
+        """Parse the model facts in the :attr:`~ckptctl.catalog.Catalog.extensions` of *catalog*.
 
         Returns:
-            Facts that the trainer recorded about the model, or None if there are none.
+            Facts that the trainer recorded about the model, or None if it recorded none.
         """
         return None
 
     def resolve_codecs(self, catalog: Catalog) -> Catalog:
-        """Locate the element bytes of every extent, so that its codec becomes ``raw``."""
+        """Locate the raw tensor bytes of every extent, so that each codec is ``raw``."""
         return catalog
 
     def find_inner_checkpoint(self, path: TreePath) -> TreePath | None:
-        """Return the only checkpoint in the wrapper folder *path*, or None.
+        """Return the checkpoint in *path* if the folder contains nothing else, or None.
 
-        The result is also None if *path* is the checkpoint itself, or contains anything else.
+        The result is also None if *path* is the checkpoint itself.
         """
         return None
 
 
 class WritableFormat(Format):
-    """A format that ckptctl can write.
+    """Base class of formats that ckptctl can write.
 
     Attributes:
         single_file: Whether the output is one file instead of a directory.
-        nested: Whether it keeps nested dictionaries and non-tensor values.
+        nested: Whether it stores nested dictionaries and non-tensor values.
         verbatim: Whether values in a separate ``torch.save`` zip are copied unchanged.
         parallel: Whether it has one file per model-parallel rank.
         sharded: Whether tensors are split into files by size.
-        single_file_bytes: Maximum tensor bytes for which users expect a single file; 0 if never.
+        single_file_bytes: Maximum size in bytes for which users expect one file, or 0 if never.
         has_params_json: Whether ``params.json`` describes the model.
-        ties: Human-readable handling of tensors that share memory.
+        ties: Human-readable description of how tensors that share memory are stored.
         keeps_metadata: Whether it can store free-form metadata strings.
-        records_ties: Whether it records the names of tensors skipped as shared.
-        stacks_layers: Whether equal layers can be stacked into one tensor.
-        adapter_layouts: Layouts in which it can store adapters, the default first; empty if none.
+        records_ties: Whether it records the names of tensors skipped because they share memory.
+        stacks_layers: Whether the tensors of equal layers can be stacked into one tensor.
+        adapter_layouts: Layouts in which it can store adapters, with the default first.
         pads_vocabulary: Whether programs that read the format expect a padded vocabulary.
     """
 
@@ -371,21 +379,21 @@ class WritableFormat(Format):
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> OutputLayout:
-        """Assign a location to each tensor, without I/O."""
+        """Assign file offsets to all tensors in *request*, without any I/O."""
 
     def can_store(self, dtype: str) -> bool:
-        """Return whether the format can store elements of *dtype*."""
+        """Return whether the format can store tensors of *dtype*, a name such as ``bfloat16``."""
         return dtype in dtypes.BY_NAME
 
     @property
     def sharding_options(self) -> tuple[str, ...]:
-        """Options that control the split into files, or none for single-file formats."""
+        """Command-line options that control sharding, or empty for single-file formats."""
         if self.parallel:
             return ("--mp", "--like")
         return ("--max-shard-size", "--like") if self.sharded else ()
 
     def require_storable_dtypes(self, tensors: Sequence[OutputTensor]) -> None:
-        """Raise RefusedError for the first tensor with a dtype that the format cannot store."""
+        """Raise RefusedError if the format cannot store the dtype of a tensor in *tensors*."""
         for tensor in tensors:
             if not self.can_store(tensor.dtype):
                 raise RefusedError(
@@ -397,7 +405,7 @@ class WritableFormat(Format):
 
 
 def require_folder(path: TreePath) -> None:
-    """Raise FormatError if *path* is a file, for formats with one file per rank."""
+    """Raise FormatError if *path* is a single file of a format that has one file per rank."""
     if not path.is_dir():
         raise FormatError(
             "this is the file of a single rank",
@@ -407,7 +415,7 @@ def require_folder(path: TreePath) -> None:
 
 
 def make_constant_frame(content: bytes) -> Frame:
-    """Make the frame of a file that starts with *content*, followed only by records."""
+    """Return the frame of a file that consists of *content*, as its header, and of records."""
 
     def yield_frame(_: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield 0, content
@@ -416,12 +424,12 @@ def make_constant_frame(content: bytes) -> Frame:
 
 
 def make_content_file(path: str, content: bytes) -> OutputFile:
-    """Make an output file with content that is known at planning time."""
+    """Return an output file without tensors, whose *content* is known at planning time."""
     return OutputFile(path, len(content), make_constant_frame(content))
 
 
 def make_copied_file(path: str, size: int) -> OutputFile:
-    """Make an output file that is filled by one :class:`RawCopy`."""
+    """Return an output file of *size* bytes that is filled by one :class:`RawCopy`."""
 
     def yield_frame(_: CrcLookup) -> Iterator[tuple[int, bytes]]:
         yield from ()

@@ -1,4 +1,4 @@
-"""ByteCheckpoint directories, which are DCP directories with raw storages as items.
+"""ByteCheckpoint directories, which are DCP directories that store each tensor as raw bytes.
 
 Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``. ``.metadata`` is a pickle of
 ByteCheckpoint's ``Metadata`` class. In addition to DCP's fields, it has ``all_tensor_metadata``,
@@ -15,11 +15,11 @@ from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.tree import TreePath
 
 CLASS_PREFIX = b"bytecheckpoint."
-"""Prefix of the class name near the start of ``.metadata``."""
+"""Module prefix of the class name near the start of the pickle ``.metadata``."""
 
 
 class ByteCheckpointFormat(ItemFormat):
-    """One of ByteCheckpoint's directories: ``model/`` or ``optimizer/``."""
+    """A ``model/`` or ``optimizer/`` directory that ByteCheckpoint wrote."""
 
     name = "bytecheckpoint"
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"

@@ -1,4 +1,4 @@
-"""``ckptctl.manifest.json`` next to a checkpoint, with checksums for formats that store none."""
+"""Read ``ckptctl.manifest.json``, which has checksums for formats that store none."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckptctl.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
 ChunkLocation = tuple[str, int]
-"""Name of a file, and the offset of a chunk in it in bytes."""
+"""File name of a chunk, and its offset in the file in bytes."""
 
 
 def attach_manifest_checksums(catalog: Catalog, *, allow_remote: bool = True) -> Catalog:
-    """Add the checksums of the manifest next to a checkpoint to its catalog.
+    """Return *catalog* with the checksums from the manifest next to the checkpoint.
 
-    A manifest that lists other names, dtypes or shapes is ignored with a note: the weights were
-    replaced by those of another model. Changed values are detected when they are read. If the
-    checkpoint is incomplete, only the existing tensors are compared.
+    If the names, dtypes or shapes in the manifest differ from those in the catalog, the weights of
+    another model have replaced the original ones. The manifest is then ignored, and a note is
+    added. If the checkpoint is incomplete, only tensors in the catalog are compared.
 
     Args:
         catalog: Catalog of the checkpoint.
-        allow_remote: Whether to read the manifest even if this takes a remote request.
+        allow_remote: Whether to read the manifest even if the checkpoint is in remote storage.
     """
     with source_files(catalog.root) as files:
         should_read = allow_remote or files.local
@@ -53,7 +53,10 @@ def attach_manifest_checksums(catalog: Catalog, *, allow_remote: bool = True) ->
 
 
 def read_carried_file_sizes(root: TreePath) -> dict[str, int]:
-    """Read the sizes in bytes of the files copied into *root* with ``--carry``, by name."""
+    """Map files that ``--carry`` copied into *root* to their sizes in bytes.
+
+    The result is empty if *root* has no readable manifest.
+    """
     try:
         with source_files(root) as files:
             content = read_json(files, MANIFEST)
@@ -67,7 +70,10 @@ def read_carried_file_sizes(root: TreePath) -> dict[str, int]:
 def _parse_manifest(
     content: object, where: str
 ) -> dict[str, tuple[str, tuple[int, ...], dict[ChunkLocation, int]]]:
-    """Parse a manifest into the dtype, shape and checksums of each tensor."""
+    """Map tensor names to the dtype, the shape and the CRC-32 of every chunk in a manifest.
+
+    The result is empty if *content* does not have the schema of a manifest.
+    """
     hint = "delete the file, or copy the checkpoint again"
     with wrap_malformed_errors("this is not a manifest", where, hint):
         if not isinstance(content, dict) or content["schema"] != SCHEMA:

@@ -1,9 +1,9 @@
 """``torch.distributed.checkpoint`` directories that each rank saved separately.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_FileSystemWriter.finish``) with
-``dcp.save(use_collectives=False)``: rank N writes ``__N.metadata`` and ``__N_*.distcp``. Its
-metadata has the global size of every tensor and only the chunks of that rank. There is no
-``.metadata``. ckptctl records the world size in every rank's metadata; torch does not record it.
+``dcp.save(use_collectives=False)``. Rank N writes ``__N.metadata`` and ``__N_*.distcp``, and no
+rank writes ``.metadata``. The metadata of a rank lists the global size of every tensor, but only
+the chunks of that rank. ckptctl also records the world size in it, which torch does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORLD_SIZE_UNRECORDED = (
 
 
 class DcpRankLocalFormat(ItemFormat):
-    """A directory with one ``__N.metadata`` per rank."""
+    """A DCP directory with one ``__N.metadata`` file per rank and no ``.metadata``."""
 
     name = "dcp-rank-local"
     title = "torch.distributed.checkpoint directory saved with use_collectives=False"
@@ -65,7 +65,7 @@ class DcpRankLocalFormat(ItemFormat):
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`.
 
-        In a partial read, chunks in unusable files are taken from another rank's copy.
+        In a partial read, chunks in unusable files are read from another rank's copy, if it exists.
         """
         from ckptctl.formats.dcp.dcp_reader import build_catalog, read_metadata
         from ckptctl.formats.dcp.union import RankMetadataMerger, RankValueComparison
@@ -120,7 +120,7 @@ class DcpRankLocalFormat(ItemFormat):
 
 
 def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
-    """Use the first copy of each chunk and list the others as replicas."""
+    """Retain the first copy of each chunk, and list further copies as replicas if *should_list*."""
     tensors: dict[str, TensorEntry] = {}
     replicas: dict[str, tuple[Extent, ...]] = {}
     lost: dict[str, tuple[tuple[Box, str], ...]] = {}
@@ -143,9 +143,9 @@ def _separate_replicas(catalog: Catalog, should_list: bool) -> Catalog:
 
 
 def read_rank_catalog(path: TreePath, rank: int) -> Catalog | None:
-    """Read the catalog of one rank's files, or return None if the rank wrote no metadata.
+    """Read the catalog of the files that *rank* wrote, or return None if it wrote no metadata.
 
-    Its tensors have holes, because the files contain only the chunks of that rank.
+    The tensors of the catalog are incomplete, because the files contain only chunks of that rank.
     """
     if not (path / format_metadata_name(rank)).is_file():
         return None
@@ -161,15 +161,15 @@ def read_rank_catalog(path: TreePath, rank: int) -> Catalog | None:
 
 
 def list_metadata_files(path: TreePath) -> list[str]:
-    """Return the names of all ranks' metadata files."""
+    """Return the names of the ``__N.metadata`` files in rank order, or raise if one is missing."""
     with source_files(path) as files:
         return [format_metadata_name(rank) for rank in _find_ranks(files, FaultCollector(path))]
 
 
 def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
-    """Return the ranks that have metadata, in ascending order.
+    """Return the ranks that have a metadata file, in ascending order.
 
-    Missing ranks raise an error, or become findings in a partial read.
+    A missing metadata file raises an error, or becomes a finding in a partial read.
     """
     path = files.root
     names = [item.name for item in path.iterdir()]
@@ -193,9 +193,9 @@ def _find_ranks(files: SourceFiles, faults: FaultCollector) -> list[int]:
 
 
 def _read_world_size(files: SourceFiles, rank: int) -> int:
-    """Return the world size in the metadata of *rank*, or 0 if it is missing or unreadable.
+    """Return the world size that the metadata of *rank* records, or 0 if it cannot be read.
 
-    Damaged metadata is reported later, when the metadata of all ranks is read.
+    Damaged metadata is reported when the metadata of all ranks is read.
     """
     from ckptctl.formats.dcp.dcp_reader import read_metadata
 

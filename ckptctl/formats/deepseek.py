@@ -1,7 +1,7 @@
 """DeepSeek's own files, ``model{rank}-mp{ranks}.safetensors``, one per model-parallel rank.
 
-Source: DeepSeek-V3's ``inference/convert.py``. Each rank has a share of the rows or columns of
-most tensors, some of the experts, and a full copy of all other tensors.
+Source: DeepSeek-V3's ``inference/convert.py``. Each file has a slice of
+the rows or columns of most tensors, some of the experts, and full copies of all other tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptctl.tree import TreePath
 
 
 class DeepSeekFormat(WritableFormat):
-    """Safetensors files of model-parallel ranks."""
+    """One ``model{rank}-mp{ranks}.safetensors`` file per model-parallel rank."""
 
     name = "deepseek"
     title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
@@ -71,7 +71,7 @@ class DeepSeekFormat(WritableFormat):
         return replace(catalog, metadata=dict(contents[names[0]][1]))
 
     def can_store(self, dtype: str) -> bool:
-        """Return whether safetensors has a code for *dtype*."""
+        """Return whether the safetensors format supports *dtype*."""
         return hf.FORMAT.can_store(dtype)
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
@@ -95,7 +95,7 @@ def _list_rank_files(root: TreePath) -> list[str]:
 
 
 def _list_shards(root: TreePath) -> list[str]:
-    """Return the names of all shards in rank order, or raise if one is missing."""
+    """Return the names of the shard files in rank order, or raise if one is missing."""
     shard_names: dict[int, str] = {}
     totals: set[int] = set()
     for name in _list_rank_files(root):

@@ -1,8 +1,8 @@
-"""DeepSpeed's universal checkpoints (read-only), with one folder per parameter under ``zero``.
+"""DeepSpeed's universal checkpoints, which have one folder per parameter in ``zero/``.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``. Parameters are stored unsharded, whatever
-the original parallelism. Buffers are read from the model states, because the converter casts them
-to float32.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. Parameters are stored unsharded,
+independent of the original parallelism. Buffers are read from the model states, because the
+converter casts them to float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptctl.units import pluralize
 
 
 def _find_evidence(folder: TreePath) -> str | None:
-    """Return evidence that *folder* is a universal checkpoint, or None."""
+    """Describe why *folder* is a universal checkpoint, or return None if it is not."""
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
     parameters = [

@@ -26,14 +26,20 @@ _CONVERSION_ADVICE = {
 
 
 def identify_foreign_format(path: TreePath) -> str | None:
-    """Return the name of the unsupported format of *path*, or None if it is unknown."""
+    """Return the name of the unsupported format of *path*, such as ``ONNX``, or None if unknown."""
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
 def unrecognized_format_error(
     path: TreePath, format_names: Sequence[str], nested: Sequence[TreePath] = ()
 ) -> FormatError:
-    """Make the error for a path that no format recognizes."""
+    """Build the error for a path that matches no format, with advice on how to continue.
+
+    Args:
+        path: The unrecognized file or folder.
+        format_names: Names of the supported formats.
+        nested: Checkpoints in subfolders of *path*, which the error lists.
+    """
     kind = identify_foreign_format(path)
     if kind:
         return FormatError(f"this is {kind}", where=str(path), hint=_CONVERSION_ADVICE[kind])
@@ -61,7 +67,10 @@ def unrecognized_format_error(
 
 
 def _display_name(item: TreePath) -> str:
-    """Format the name of a file, folder or dangling link for a list in a message."""
+    """Return the name of *item* for messages, with a trailing slash if it is a folder.
+
+    A broken link is shown with its target.
+    """
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"
     return f"{item.name}/" if item.is_dir() else item.name

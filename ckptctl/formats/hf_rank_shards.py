@@ -2,9 +2,9 @@
 
 Source: ``torch/distributed/checkpoint/hf_storage.py`` (``save_distributed=True``), ``_hf_utils.py``
 (file names, keys) and ``filesystem.py`` (``_write_files_from_queue``). Rank N writes
-``shard-{N+1}-model-{i}-of-{n}.safetensors``; ``DCP_SHARDING_INFO`` in its header has the offset of
-each shard in the global tensor. There is no index. The global shape is not recorded, so it is
-computed from the end of the last shard, including empty shards.
+``shard-{N+1}-model-{i}-of-{n}.safetensors``; ``DCP_SHARDING_INFO`` in its header records the
+offset of each shard in the global tensor. No index exists, and the global shape is not recorded, so
+it is the maximum end index of all shards along each dimension, including empty shards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ INVALID_SHARD = "this is not a valid per-rank shard"
 
 
 class HfRankShardsFormat(Format):
-    """A directory of ``shard-*-model-*-of-*.safetensors``."""
+    """A directory of ``shard-*-model-*-of-*.safetensors`` files that all ranks wrote."""
 
     name = "hf-rank-shards"
     title = "per-rank safetensors of torch's HuggingFaceStorageWriter"
@@ -131,10 +131,10 @@ class HfRankShardsFormat(Format):
 def _find_open_ended_tensors(
     tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]
 ) -> Lost:
-    """Return the tensors that may continue in unusable files, which are all but 0-d tensors.
+    """Return the tensors that may have further shards in an unusable file.
 
-    The global shape is only known from the shards, so an unusable file may contain further ones.
-    An empty box at the end of the known shards represents them.
+    The global shape is computed from the shards, so every tensor except 0-d tensors may be larger
+    than the readable shards show. An empty box at their end represents possible further shards.
     """
     file = next((finding.file for finding in findings if finding.file), None)
     return {
@@ -151,7 +151,7 @@ def _add_shard_tensors(
     name: str,
     where: str,
 ) -> None:
-    """Add the tensors of the file *name*, whose shards have *offsets* in their global tensors."""
+    """Add the shards in the file *name* to *tensors*, at *offsets* in the global tensors."""
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
@@ -182,7 +182,7 @@ def _add_shard_tensors(
 
 
 def _read_shard_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
-    """Read the header of one file and the offset of each shard in its global tensor."""
+    """Read the header of the file *name*, and the offset of each shard in its global tensor."""
     header = read_safetensors_header(files, name)
     where = str(files.root / name)
     with wrap_malformed_errors(INVALID_SHARD, where):
@@ -199,13 +199,16 @@ def _read_shard_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader
 
 
 def _match_shard_names(listing: Listing) -> dict[str, re.Match[str]]:
-    """Return the matches of shard names in a folder, by name in sorted order."""
+    """Map the sorted names of the shard files in a folder to the regex matches of the names."""
     names = listing.names if listing.is_folder else ()
     return {name: match for name in names if (match := RANK_SHARD.fullmatch(name))}
 
 
 def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested: int | None) -> int:
-    """Return the world size, which is *requested* or else the highest rank found."""
+    """Return the world size, which is *requested*, or the highest rank in file names if None.
+
+    Ranks in file names start at 1.
+    """
     if not shards:
         raise FormatError(
             "no per-rank shards were found",
@@ -231,7 +234,7 @@ def _count_ranks(path: TreePath, shards: Mapping[str, re.Match[str]], requested:
 def _require_shards(
     shards: Mapping[str, re.Match[str]], ranks: int, files_per_rank: int, faults: FaultCollector
 ) -> None:
-    """Raise an error, or add a finding in a partial read, if shards are missing."""
+    """Raise an error, or add a finding in a partial read, if a shard file is missing."""
     required = range(ranks * files_per_rank)
 
     def format_name(number: int) -> str:
@@ -276,8 +279,13 @@ def _compare_with_index(
 ) -> Iterator[str]:
     """Compare the shards with the index that torch's consolidation wrote next to ``sharded/``.
 
-    Only the index shows whether files of the last ranks are missing, because the remaining files
-    look complete. Yields notes. *next_file* is the name of the shard after the last one found.
+    If the files of the last ranks are missing, the remaining files look complete, so only the index
+    reveals it. Yields notes for the user.
+
+    Args:
+        tensors: Global tensors, joined from the shards.
+        faults: Problems of the checkpoint, to which missing files and tensors are added.
+        next_file: Name of the shard file that would follow the last existing one.
     """
     name, folder = f"model{INDEX_SUFFIX}", faults.root.parent
     where = str(folder / name)

@@ -1,7 +1,7 @@
-"""Meta's format, with ``consolidated.NN.pth`` for each model-parallel rank and ``params.json``.
+"""Meta's format, one ``consolidated.NN.pth`` file per model-parallel rank and ``params.json``.
 
 Sources: ``llama_models/checkpoint.py`` and ``fairscale/nn/model_parallel/layers.py`` for the shards
-of each rank. The files do not record the dimension that a tensor is divided along, so the model
+of each rank. The files do not record the dimension along which a tensor is sharded, so the model
 family declares it.
 """
 
@@ -35,7 +35,7 @@ _SHARD = torch_file.META_SHARD
 
 
 class MetaFormat(WritableFormat):
-    """Model-parallel shards with ``params.json``."""
+    """One ``consolidated.NN.pth`` file per model-parallel rank, with ``params.json``."""
 
     name = "meta"
     other_names = ("llama",)
@@ -103,12 +103,12 @@ class MetaFormat(WritableFormat):
 
 
 def count_shards(root: TreePath) -> int:
-    """Count the shards directly in *root*."""
+    """Return the number of shard files in *root*, which is the number of model-parallel ranks."""
     return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
 def _list_shards(root: TreePath) -> list[str]:
-    """Return the names of all shards in rank order, or raise if one is missing."""
+    """Return the names of the shard files in rank order, or raise if one is missing."""
     shard_names: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
         match = _SHARD.fullmatch(name)

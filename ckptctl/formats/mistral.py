@@ -2,8 +2,8 @@
 
 Sources: mistral-inference's ``transformer.py`` (``from_folder``) for one file, the repositories of
 Mistral Large for shards with an index, transformers' ``convert_mixtral_weights_to_hf.py`` for the
-``consolidated.NN.pt`` of Mixtral's first release. If there are several files, each contains
-different tensors in full. Unlike Meta's files of the same names, they are not shards of ranks.
+``consolidated.NN.pt`` of Mixtral's first release. If a model has several files, each tensor
+is stored in full in one of them. Meta's files of the same names contain the shards of one rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 def has_mistral_params(folder: TreePath) -> bool:
-    """Return whether *folder* has a ``params.json`` with Mistral's keys."""
+    """Return whether *folder* has a ``params.json`` that uses Mistral's keys."""
     try:
         params = read_config_files(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
@@ -54,10 +54,10 @@ def has_mistral_params(folder: TreePath) -> bool:
 
 
 def _modernize_params(params: Mapping[str, object]) -> Mapping[str, object]:
-    """Rename the keys of the first release's *params* to the current ones.
+    """Return *params* with the keys of Mixtral's first release renamed to the current keys.
 
-    The params.json of Mixtral's first release uses the keys of transformers. Source: transformers'
-    ``convert_mixtral_weights_to_hf.py``.
+    The ``params.json`` of that release uses the keys of transformers' ``config.json``. Source:
+    transformers' ``convert_mixtral_weights_to_hf.py``.
     """
     if "hidden_size" not in params or "dim" in params:
         return params
@@ -70,7 +70,7 @@ def _modernize_params(params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class MistralFormat(hf.HfFormat):
-    """Safetensors with Mistral's tensor names and ``params.json``."""
+    """Safetensors or torch files with Mistral's tensor names, and ``params.json``."""
 
     name = "mistral"
     other_names = ()
@@ -159,7 +159,10 @@ class MistralFormat(hf.HfFormat):
 
 
 def _find_weight_files(listing: Listing) -> list[str]:
-    """Return the index, or else the safetensors files, or else the older torch files."""
+    """Return the name of the index, or the names of the weight files if no index exists.
+
+    Safetensors files take precedence over torch files.
+    """
     names = listing.files
     if INDEX in names:
         return [INDEX]

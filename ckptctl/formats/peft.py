@@ -1,7 +1,7 @@
 """PEFT adapters, ``adapter_model.safetensors`` with ``adapter_config.json``.
 
 Sources: peft's ``utils/save_and_load.py`` and ``utils/constants.py``. Older releases wrote
-``adapter_model.bin``, which is read-only here.
+``adapter_model.bin``, which ckptctl can read but not write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TORCHTUNE_FILES = ("adapter_model.pt", "adapter_0.pt")
 
 
 class PeftFormat(HfFormat):
-    """One safetensors file with the adapter's configuration."""
+    """A PEFT adapter, stored as one weight file and ``adapter_config.json``."""
 
     name = "peft"
     other_names = ("lora",)
@@ -90,7 +90,10 @@ class PeftFormat(HfFormat):
 
 
 def read_adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
-    """Read ``adapter_config.json`` in *root* into a dict by file name, empty if it is missing."""
+    """Map the name ``adapter_config.json`` to the parsed file in *root*.
+
+    The result is empty if the file does not exist.
+    """
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:

@@ -1,7 +1,7 @@
-"""One ``torch.save`` file per rank with DTensors or ShardedTensors in it.
+"""Directories with one ``torch.save`` file per rank, which contains DTensors or ShardedTensors.
 
-File names are those of verl (``model_world_size_2_rank_0.pt``), accelerate with ``use_dcp=False``
-(``pytorch_model_fsdp_0_rank0.bin``, ``utils/fsdp_utils.py``), torch's
+Recognized file names are those of verl (``model_world_size_2_rank_0.pt``), accelerate with
+``use_dcp=False`` (``pytorch_model_fsdp_0_rank0.bin``, ``utils/fsdp_utils.py``), torch's
 ``distributed/checkpoint/_experimental`` (``checkpoint_0.pt``) and custom scripts
 (``rank_0_model_states.pt`` with ``trainer_state.pt``, or ``rank0.pt``).
 """
@@ -42,20 +42,20 @@ FILE_NAME_PATTERNS = tuple(
 )
 TRAINER_STATE_FILE = "trainer_state.pt"
 FSDP_CONFIG_FILE = "fsdp_config.json"
-"""verl's description of the FSDP ranks, which is not copied, as it only applies to rank files."""
+"""verl's description of the FSDP ranks, which is not copied to converted checkpoints."""
 _GROUP_ALIASES = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """Name of a rank's file, and the fields in that name.
+    """File of one rank, with the fields parsed from its name.
 
     Attributes:
         name: Name of the file.
-        group: Kind of state in the file, such as ``model``, which becomes the first key; ``""`` if
-            the file contains all state of the rank.
-        rank: Number of the rank.
-        world: World size, or None if it is not in the name.
+        group: Kind of state in the file, such as ``model``, which becomes the first key of its
+            tensors, or ``""`` if the file contains all state of the rank.
+        rank: Rank that wrote the file.
+        world: World size, or None if the name does not contain it.
     """
 
     name: str
@@ -69,7 +69,7 @@ RankGroups = Mapping[str, RankGroup]
 
 
 class RankFilesFormat(Format):
-    """A directory with one file per rank, or one file of each kind per rank."""
+    """A directory with one file per rank, or one file per rank and kind of state."""
 
     name = "rank-files"
     title = "one torch.save file per rank, with DTensors or ShardedTensors (verl, accelerate, ...)"
@@ -133,7 +133,7 @@ class RankFilesFormat(Format):
 
 
 def list_rank_files(listing: Listing) -> Iterator[RankFile]:
-    """Yield the files of ranks in a folder, recognized by their names."""
+    """Yield the files in a folder whose names match a known pattern of rank files."""
     for name in listing.names:
         rank_file = parse_rank_file_name(name)
         if rank_file and listing.has_file(name):
@@ -141,7 +141,7 @@ def list_rank_files(listing: Listing) -> Iterator[RankFile]:
 
 
 def parse_rank_file_name(name: str) -> RankFile | None:
-    """Parse the name of a rank's file, or return None if it matches no known pattern."""
+    """Parse the name of a rank file, or return None if it matches no known pattern."""
     match = next((m for pattern in FILE_NAME_PATTERNS if (m := pattern.fullmatch(name))), None)
     if match is None:
         return None
@@ -153,7 +153,7 @@ def parse_rank_file_name(name: str) -> RankFile | None:
 
 
 def _group_rank_files(path: TreePath) -> dict[str, dict[int, RankFile]]:
-    """Group the files in *path* by kind and rank."""
+    """Map each kind of state, such as ``model``, to the rank files in *path* by rank."""
     groups: dict[str, dict[int, RankFile]] = {}
     for file in sorted(
         list_rank_files(Listing(path)), key=lambda group: (group.group, group.rank, group.name)
@@ -226,12 +226,12 @@ def _get_group_prefix(group: str) -> KeyPath:
 
 
 def _get_world_size_in_names(group: RankGroup) -> int:
-    """Return the world size according to the file names, or 0 if they do not contain it."""
+    """Return the world size in the file names of *group*, or 0 if they do not contain it."""
     return max(file.world or 0 for file in group.values())
 
 
 def _check_rank_files(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
-    """Raise an error, or add findings, if files of the group *name* are missing on any rank."""
+    """Raise an error if a rank has no file in *group*, or add a finding in a partial read."""
     example = next(iter(group.values())).name
     digits_start = example.rindex("rank") + len("rank") if "rank" in example else 0
 

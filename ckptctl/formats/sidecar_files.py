@@ -1,7 +1,7 @@
-"""Sidecar files next to the weights, by kind, and whether they are copied with the model.
+"""Find the sidecar files next to the weights, and decide which are copied with the model.
 
-A file that matches no kind in :data:`GLOBS_BY_KIND` may contain anything, such as an API key or
-private notes, so it is listed but not copied.
+A file that matches no glob in :data:`GLOBS_BY_KIND` is listed but not copied, because it may
+contain an API key or private notes.
 
 Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
 tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for model
@@ -29,7 +29,7 @@ MAX_SIDECAR_BYTES = 100_000_000
 CONFIG_FILES = ("config.json", "params.json")
 ADAPTER_CONFIG = "adapter_config.json"
 HF_CONFIG_FOLDER = "huggingface"
-"""Folder in which verl keeps the model's configuration and tokenizer."""
+"""Subfolder in which verl stores the config and tokenizer of the model."""
 QUANTIZATION_CONFIGS = (
     "hf_quant_config.json",
     "quant_config.json",
@@ -71,9 +71,9 @@ GLOBS_BY_KIND: Mapping[str, tuple[str, ...]] = {
         for end in ("", ".txt", ".md", ".pdf")
     ),
 }
-"""Globs for names in a model's folder, by kind of file."""
+"""Globs for file names in a model folder, by kind of file, such as ``license``."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
-"""Suffixes of weight files."""
+"""File name suffixes of weight files in any format."""
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
 UNKNOWN_KIND, SUBFOLDER, NOT_MODEL_FOLDER = (
     "unknown kind of file",
@@ -90,14 +90,14 @@ _HOUSEKEEPING_PREFIXES = (
     ".cache",
     ".DS_",
 )
-"""Prefixes of hidden files that programs keep next to weights."""
+"""Name prefixes of hidden files next to weights that are neither copied nor listed."""
 RUN_FILE = "ckptctl.run.json"
-"""The checkpoint manager's record of a checkpoint."""
+"""File in which the checkpoint manager records metadata of a checkpoint."""
 _WEIGHT_SPECIFIC_FILES = {
     *(MANIFEST, RUN_FILE, "SHA256SUMS", "checklist.chk", "params.json"),
     *(LATEST, LATEST_UNIVERSAL),
 }
-"""Files that describe specific weights and would be wrong for converted ones."""
+"""Files that are not copied because they are wrong for converted weights, such as checksums."""
 _CODE_CONFIG_FILES = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
     *("video_preprocessor_config.json", "modules.json"),
@@ -110,12 +110,12 @@ _MAX_CODE_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SidecarFiles:
-    """Files in a checkpoint's folder that are not weights.
+    """Files in the folder of a checkpoint that do not contain weights.
 
     Attributes:
-        assets: Sizes in bytes of the files that are copied with the model.
-        others: Reason why each other file is not copied; folder names end in a slash.
-        documents: ``config.json`` and ``params.json``, parsed.
+        assets: Sizes in bytes of the files that are copied with the model, by name.
+        others: Reasons why files or folders are not copied, by name. Folder names end in a slash.
+        documents: Parsed ``config.json`` and ``params.json``, by name.
     """
 
     assets: Mapping[str, int]
@@ -123,7 +123,7 @@ class SidecarFiles:
     documents: Mapping[str, Mapping[str, object]]
 
     def start_catalog(self, root: TreePath, format: str) -> Catalog:
-        """Make a catalog of the folder without weights, for readers to complete."""
+        """Return a catalog with these files and no tensors, to which readers add the tensors."""
         return Catalog(
             root=root,
             path=root,
@@ -143,13 +143,14 @@ def scan_sidecar_files(
     is_single_file: bool = False,
     read_configs: bool = True,
 ) -> SidecarFiles:
-    """Separate the files that belong to the model in *root* from all others.
+    """List the sidecar files in *root*, and decide which are copied with the model.
 
     Args:
-        root: The checkpoint's folder.
-        weight_files: Names of files and folders with weights or an index; None to recognize them.
-        is_single_file: Whether the user named a weight file, not the folder. If the folder has no
-            configuration, it is not a model folder, and nothing in it is copied.
+        root: Folder of the checkpoint.
+        weight_files: Names of weight files, index files and folders of weights, or None to
+            recognize them by suffix.
+        is_single_file: Whether the user named a weight file instead of the folder. If the folder
+            then has no ``config.json`` or similar file, no file in it is copied.
         read_configs: Whether to read ``config.json`` and ``params.json``.
 
     Raises:
@@ -191,7 +192,7 @@ def scan_sidecar_files(
 def scan_root_and_subfolder(
     root: TreePath, folder: str, weight_files: Collection[str] = ()
 ) -> SidecarFiles:
-    """Scan *root* and its subfolder *folder*, which contains files of the same model."""
+    """List the sidecar files in *root* and in its subfolder *folder*, which has the same model."""
     outer = scan_sidecar_files(root, {*weight_files, folder})
     if not (root / folder).is_dir():
         return outer
@@ -204,7 +205,10 @@ def scan_root_and_subfolder(
 
 
 def find_file_kind(name: str) -> str | None:
-    """Return the kind of a file by its path in the model's folder, or None if it is unknown."""
+    """Return the kind of a file, such as ``license``, or None if no glob matches.
+
+    *name* is the path of the file relative to the model folder.
+    """
     for kind, globs in GLOBS_BY_KIND.items():
         if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
             return kind
@@ -212,9 +216,9 @@ def find_file_kind(name: str) -> str | None:
 
 
 def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note for each reason why files are not copied.
+    """Yield one note for each reason in *others*, with the files that are not copied for it.
 
-    Folders next to a single weight file are not mentioned, because they do not belong to the model.
+    Folders next to a single weight file are omitted, because they do not belong to the model.
     """
     skipped = {
         n: why for n, why in others.items() if why != NOT_MODEL_FOLDER or not n.endswith("/")
@@ -228,16 +232,17 @@ def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
 def replace_model_param(
     params: Mapping[str, object], name: str, value: object
 ) -> dict[str, object]:
-    """Return params.json with one value replaced in the section that describes the model."""
+    """Return a copy of *params*, a ``params.json``, with the model parameter *name* replaced."""
     model_params = get_model_params(params)
     changed = {**model_params, name: value}
     return changed if model_params is params else {**params, "model": changed}
 
 
 def read_config_files(root: TreePath) -> dict[str, Mapping[str, object]]:
-    """Read ``config.json`` and ``params.json`` in *root*, without those that do not exist.
+    """Parse ``config.json`` and ``params.json`` in *root*, and return them by name.
 
-    ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
+    A file that does not exist is omitted. ``Infinity`` and ``NaN`` are accepted, because the
+    ``time_step_limit`` of Mamba-2 has them.
     """
     parsed: dict[str, Mapping[str, object]] = {}
     with source_files(root) as files:
@@ -250,7 +255,7 @@ def read_config_files(root: TreePath) -> dict[str, Mapping[str, object]]:
 def _find_skip_reason(
     root: TreePath, name: str, size: int, code_files: Collection[str]
 ) -> str | None:
-    """Return the reason why a file in *root* is not copied, or None if it is."""
+    """Return the reason why the file *name* in *root* is not copied, or None if it is copied."""
     if name.endswith("/"):
         return SUBFOLDER
     if leads_outside(root / name, root):
@@ -263,9 +268,10 @@ def _find_skip_reason(
 def _iterate_visible_files(
     items: Mapping[str, TreePath], modules: Collection[str]
 ) -> Iterator[tuple[str, TreePath]]:
-    """Yield the names and paths of all files except housekeeping files.
+    """Yield the name and path of each file that is not hidden or specific to the weights.
 
-    Known subfolders are replaced by the files in them; names of other folders end in a slash.
+    For known subfolders, the files in them are yielded. Other folders are yielded with a slash
+    after the name.
     """
     known_subfolders = {
         *modules,
@@ -284,7 +290,7 @@ def _iterate_visible_files(
 
 
 def _list_module_configs(root: TreePath, items: Collection[str]) -> set[str]:
-    """Return the configuration files in the folders listed in ``modules.json``."""
+    """Return the ``config.json`` path in each subfolder that ``modules.json`` lists."""
     modules = read_nested_or_none(list[object], _read_json_or_none(root, "modules.json")) or []
     paths = {
         path for module in modules if (path := read_nested_or_none(str, module, "path")) in items
@@ -293,10 +299,9 @@ def _list_module_configs(root: TreePath, items: Collection[str]) -> set[str]:
 
 
 def _list_code_files(root: TreePath, items: Collection[str]) -> set[str]:
-    """Return the Python files that configurations refer to, and their imports.
+    """Return the Python files that config files refer to, and the files that these import.
 
-    The files are read as text. Like transformers, only relative imports from the same folder are
-    followed.
+    No code is executed. As in transformers, only relative imports from the same folder count.
     """
     existing = {name for name in items if name.endswith(".py")}
     code_files: set[str] = set()
@@ -322,7 +327,7 @@ def _find_imports(code: bytes) -> Iterator[re.Match[str]]:
 
 
 def _list_class_files(content: object) -> Iterator[str]:
-    """Yield the files of classes that a configuration refers to as ``module.Class``."""
+    """Yield the name of each Python file that a config refers to as ``module.Class``."""
     if isinstance(content, list):
         values: list[object] = [
             record.get("type") for record in content if isinstance(record, dict)
@@ -343,7 +348,7 @@ def _list_class_files(content: object) -> Iterator[str]:
 
 
 def _read_json_or_none(root: TreePath, name: str) -> object:
-    """Read the content of a JSON file, or return None if it cannot be read."""
+    """Parse the JSON file *name* in *root*, or return None if it cannot be read or parsed."""
     with source_files(root) as files:
         try:
             return read_json(files, name, allow_nan=True)

@@ -1,9 +1,9 @@
 """``torch_checkpointing`` directories, with one file per top-level item and rank.
 
 Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
-its own DTensors, so ``metadata.pkl`` is not required. It exists only if an item has a resharder,
-and is then compared with the files. Its version ``2.0`` contains only builtins, so the unpickler
-that reads it allows no classes.
+the DTensors in it, so ``metadata.pkl`` is not required. That file exists only if an item has a
+resharder, and is then compared with the ranks' files. Version ``2.0`` of it contains only
+builtins, so it is unpickled without allowing any class.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ MAX_RAW_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor(Schema):
-    """A tensor as described in the metadata."""
+    """The dtype and global shape of a tensor that ``metadata.pkl`` records."""
 
     dtype: object
     global_shape: tuple[Natural, ...]
 
     @property
     def dtype_and_shape(self) -> tuple[str, tuple[int, ...]]:
-        """Name of the dtype in torch, and global shape."""
+        """Name of the torch dtype, such as ``bfloat16``, and global shape."""
         return str(self.dtype).removeprefix("torch."), self.global_shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Group(Schema):
-    """Ranks that record the same sharding of a tensor, with its description in ``data``."""
+    """Ranks for which ``metadata.pkl`` records the same sharding of a tensor."""
 
     sharding_metadata: dict[str, object]
     ranks: tuple[Natural, ...]
@@ -80,7 +80,7 @@ class _Group(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Item(Schema):
-    """A top-level item in the metadata."""
+    """Schema of a top-level item in ``metadata.pkl``."""
 
     nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], NOT_EMPTY]]
     rank_to_layout_info: dict[Natural, dict[str, object] | None]
@@ -88,11 +88,11 @@ class _Item(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ItemMetadata:
-    """A top-level item of the checkpoint.
+    """A top-level item of the checkpoint, such as ``model``, as ``metadata.pkl`` records it.
 
     Attributes:
-        tensors: Tensors of the item by their keys below it.
-        ranks: Ranks that store any box of these tensors.
+        tensors: Tensors by their keys relative to the item.
+        ranks: Ranks that store a shard of these tensors.
         files: Recorded file name of each rank, which may differ from the default name.
     """
 
@@ -103,12 +103,12 @@ class ItemMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """Content of ``metadata.pkl``.
+    """Parsed ``metadata.pkl``, or the default values if the file is missing or unreadable.
 
     Attributes:
         version: Recorded version of the metadata.
-        world: World size; 0 if the file is missing or unreadable.
-        items: Items by name; empty for versions other than 2.0.
+        world: World size, or 0 if it is unknown.
+        items: Top-level items by name, or empty for versions other than 2.0.
     """
 
     version: str = VERSION
@@ -118,12 +118,12 @@ class Metadata:
 
 @dataclass(slots=True)
 class _DirectoryFiles:
-    """The files of a directory.
+    """Files of a checkpoint directory.
 
     Attributes:
-        metadata: Content of ``metadata.pkl``.
+        metadata: Parsed ``metadata.pkl``.
         world: World size.
-        items: File of each rank, by item.
+        items: File name of each rank, by item name and rank.
         skipped_raw_files: Names of ``.bin`` files that are too large to be read as a value.
     """
 
@@ -134,7 +134,7 @@ class _DirectoryFiles:
 
 
 class TorchCheckpointingFormat(Format):
-    """A directory with a file per item and rank."""
+    """A directory with one file per top-level item and rank."""
 
     name = "torch-checkpointing"
     title = "torch_checkpointing: one file per item and rank"
@@ -213,7 +213,7 @@ def _is_item_file(match: re.Match[str]) -> bool:
 
 
 def _find_item_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
-    """Find the files of every item, and raise if files that the metadata requires are missing."""
+    """Find the files of every item, and check that those listed in ``metadata.pkl`` exist."""
     has_metadata = (files.root / METADATA).is_file()
     metadata = (
         merger.faults.try_read(METADATA, lambda _: _read_metadata(files)) if has_metadata else None
@@ -272,7 +272,10 @@ def _merge_items(files: SourceFiles, directory: _DirectoryFiles, merger: RankMer
 
 
 def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: RankMerger) -> None:
-    """Add the tensors of an item that only ``metadata.pkl`` describes, since files are unusable."""
+    """Add tensors of the item *name* that are only in unusable files to *leaves*, as lost.
+
+    Their dtypes and shapes come from ``metadata.pkl``.
+    """
     unusable_files = [gap.file for gap in merger.unusable_files if gap.prefix == (name,)]
     for path, description in item.tensors.items() if unusable_files else ():
         full_path = (name, *path)
@@ -284,9 +287,9 @@ def _add_lost_tensors(name: str, item: ItemMetadata, leaves: Leaves, merger: Ran
 
 
 def _is_only_on_rank_0(directory: _DirectoryFiles, name: str) -> bool:
-    """Return whether only rank 0 has an item.
+    """Return whether only rank 0 has a file of the item *name*.
 
-    Many trainers save values there that are the same on all ranks.
+    Many trainers save values that are equal on all ranks only on rank 0.
     """
     return directory.world > 1 and directory.items[name].keys() == {0}
 
@@ -294,9 +297,9 @@ def _is_only_on_rank_0(directory: _DirectoryFiles, name: str) -> bool:
 def _check_item_files(
     merger: RankMerger, directory: _DirectoryFiles, name: str, required_ranks: Collection[int]
 ) -> None:
-    """Raise an error, or add findings, for missing files of an item.
+    """Raise an error, or add findings in a partial read, for missing files of the item *name*.
 
-    In the latter case, the missing files are removed from *directory*.
+    In a partial read, the missing files are also removed from *directory*.
     """
     file_names = directory.items[name]
     existing = {
@@ -314,7 +317,10 @@ def _check_item_files(
 
 
 def _read_item_leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the leaves in one rank's file of an item, according to the file type."""
+    """Yield the path and value of every leaf in *file*, one rank's file of *item*.
+
+    The suffix of the file determines how it is read.
+    """
     from ckptctl.formats.shared.rank_archive import read_rank_file
     from ckptctl.formats.shared.stored_leaves import is_stored_tensor
 
@@ -338,7 +344,7 @@ def _read_item_leaves(files: SourceFiles, item: str, file: str) -> Iterator[tupl
 
 
 def _require_metadata_match(name: str, item: ItemMetadata, leaves: Leaves, where: str) -> None:
-    """Raise if the tensors of an item differ from those in the metadata."""
+    """Raise if the tensors of the item *name* differ from those that ``metadata.pkl`` records."""
     entries = {
         tuple(entry.path[1:]): entry for entry in leaves.tensors.values() if entry.path[0] == name
     }
@@ -386,7 +392,7 @@ def _list_notes(directory: _DirectoryFiles, merger: RankMerger) -> Iterator[str]
 
 
 def _read_metadata(files: SourceFiles) -> Metadata:
-    """Read ``metadata.pkl``."""
+    """Read ``metadata.pkl`` with an unpickler that allows no classes, and parse it."""
     from ckptctl.formats.shared.rank_archive import MAX_WORLD_SIZE
 
     where, content = (

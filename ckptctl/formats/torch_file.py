@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 _ZIP_MAGIC = b"PK\x03\x04"
 SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""Suffixes that trainers use for ``torch.save`` files."""
+"""File name suffixes that trainers use for ``torch.save`` files."""
 
 META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
 
 class TorchFormat(WritableFormat):
-    """One ``torch.save`` file."""
+    """A single ``torch.save`` zip file."""
 
     name = "torch"
     other_names = ("pt", "pth", "pytorch")
@@ -144,9 +144,9 @@ class TorchFormat(WritableFormat):
 
 
 class ZipFrame:
-    """All bytes of the ``torch.save`` zips in one file, except the tensor data in records.
+    """Function that yields the bytes of ``torch.save`` zips in one file, except tensor data.
 
-    *zips* contains each zip with the index of its first record and its number of records.
+    *zips* lists each zip with the index of its first record and its number of records.
     """
 
     def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:

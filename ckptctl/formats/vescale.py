@@ -1,4 +1,4 @@
-"""veScale's checkpoints, ``model/`` with an ``optimizer/pp_N/`` for each pipeline stage.
+"""veScale's checkpoints, which have ``model/`` and one ``optimizer/pp_N/`` per pipeline stage.
 
 Source: ``vescale/checkpoint/api/vescale_checkpointer.py`` of vescale 0.0.1. Each folder is
 a ``torch.distributed.checkpoint`` directory with veScale's own storage class in its metadata. A
@@ -26,7 +26,7 @@ _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)
 
 
 class VeScaleFormat(ItemFormat):
-    """The model and the optimizers of all pipeline stages in one folder."""
+    """A folder with a model and the optimizer states of all pipeline stages."""
 
     name = "vescale"
     title = "veScale: model/ and optimizer/pp_N/ of every pipeline stage"
@@ -75,7 +75,7 @@ class VeScaleFormat(ItemFormat):
 
 
 def _list_stages(path: TreePath) -> dict[int, str]:
-    """Return the folders of pipeline stages by number."""
+    """Map the numbers of the pipeline stages to their optimizer folders."""
     folder = path / OPTIMIZER
     names = [item.name for item in folder.iterdir() if item.is_dir()] if folder.is_dir() else []
     return {int(match[1]): match[0] for name in names if (match := _STAGE.fullmatch(name))}
@@ -83,7 +83,7 @@ def _list_stages(path: TreePath) -> dict[int, str]:
 
 @dataclass(slots=True)
 class _FolderMerger:
-    """Merger of the catalogs of the model and of all pipeline stages."""
+    """Merger of the catalogs of the model folder and of all optimizer folders."""
 
     options: ReadOptions
     faults: FaultCollector
@@ -93,7 +93,7 @@ class _FolderMerger:
     notes: list[str] = field(default_factory=list)
 
     def add_folder(self, folder: str, path: KeyPath) -> None:
-        """Add the content of *folder* below *path*."""
+        """Add the tensors and values in *folder*, with the keys *path* before their names."""
         try:
             catalog = dcp.FORMAT.read(self.faults.root / folder, self.options)
             if catalog.computed:

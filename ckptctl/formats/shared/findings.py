@@ -1,4 +1,4 @@
-"""Problems of a checkpoint, which are raised, or collected as findings in a partial read."""
+"""Handle problems of a checkpoint, which raise errors, or become findings in a partial read."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")
 UNUSABLE_ERRORS = (DamagedError, SourceNotFoundError, StorageError, UnsupportedError)
-"""Errors of a single file that is damaged, missing, unsupported or unreadable."""
+"""Errors that mean that a file is damaged, missing, unsupported or unreadable."""
 
 Lost = dict[str, tuple[tuple[Box, str], ...]]
-"""See :attr:`ckptctl.catalog.Catalog.lost`."""
+"""Lost boxes of each tensor, in the form of :attr:`ckptctl.catalog.Catalog.lost`."""
 
 MISSING_TENSOR_MESSAGE = "a tensor is missing"
-"""Message for a missing tensor whose dtype and shape are unknown."""
+"""Message of findings for a missing tensor whose dtype and shape are unknown."""
 MAX_MISSING_FILES = 1024
-"""Maximum number of missing rank files that become findings. More raise an error."""
+"""Maximum number of missing rank files in a partial read, above which an error is raised."""
 _AT_BYTE = re.compile(r"at byte [0-9,]+")
 
 
 def _split_location(where: str) -> tuple[str, str]:
-    """Split *where* into the file and a detail, such as a byte offset or the name of a tensor."""
+    """Split *where* into a file and a detail, such as ``at byte 8`` or a tensor name.
+
+    The detail is empty if *where* contains none.
+    """
     for separator in (", at byte ", ", `"):
         position = where.rfind(separator, 0, len(where) - 1)
         detail = where[position + 2 :]
@@ -53,17 +56,18 @@ def _split_location(where: str) -> tuple[str, str]:
 
 
 def classify_severity(error: CkptError) -> Severity:
-    """Return ``error`` if *error* is evidence of damage, else ``unknown``.
+    """Return severity ``error`` if *error* proves damage, and ``unknown`` otherwise.
 
-    Unsupported content and failing disks are not evidence of damage.
+    Unsupported content and I/O errors do not prove that the checkpoint is damaged.
     """
     return "error" if isinstance(error, DamagedError | SourceNotFoundError) else "unknown"
 
 
 def classify_basis(error: CkptError) -> Basis:
-    """Return the source of the evidence for *error*.
+    """Return whether the evidence for *error* is in the files, the index or the model family.
 
-    If chunks do not tile a tensor, the evidence is the index; no file is known to be damaged.
+    If chunks do not tile a tensor, the evidence is the index, because no file is known to be
+    damaged.
     """
     if isinstance(error, MissingTensorsError):
         return "model"
@@ -79,7 +83,7 @@ def finding_from_error(
 ) -> Finding:
     """Convert *error* to a finding, with paths relative to *root*.
 
-    *file* is the file that was being read; None to take it from the error.
+    *file* is the file that was read, or None to use the file that the error names.
     """
     location = error.where.replace(f"{root}/", "") if error.where else None
     why, detail = error.why, ""
@@ -93,12 +97,12 @@ def finding_from_error(
 
 
 def downgrade_unproven_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Downgrade findings about tensors that do not prove damage.
+    """Return *findings*, with lower severity for tensors that may not be damaged.
 
-    If a tensor's file has only findings of severity ``unknown``, such as an unsupported format, the
-    findings about the tensor become ``unknown``, too. Missing elements that belong to no known file
-    become ``unknown`` if an unusable file may contain them. Otherwise, their basis becomes the
-    index, unless a file is damaged.
+    A finding about a tensor becomes ``unknown`` if all findings about its file are ``unknown``, for
+    example because the file is in an unsupported format. If the file of a tensor is not known, the
+    finding becomes ``unknown`` if an unusable file may contain the missing elements. If all files
+    are usable, its basis becomes the index.
     """
     findings = tuple(findings)
     files: dict[str | None, Severity] = {}
@@ -121,7 +125,7 @@ def downgrade_unproven_findings(findings: Iterable[Finding]) -> tuple[Finding, .
 
 
 def mixed_saves_error(where: TreePath | str, why: str) -> UnsupportedError:
-    """Make the error for files of different saves."""
+    """Build the error for a folder that contains files of different saves."""
     return UnsupportedError(
         "the folder contains files of several saves",
         where=str(where),
@@ -138,15 +142,15 @@ def missing_files_error(
     noun: str,
     hint: str | None = None,
 ) -> DamagedError | None:
-    """Make the error for missing numbered files, or return None if none is missing.
+    """Build the error for missing numbered files, or return None if none is missing.
 
     Args:
-        where: The checkpoint.
+        where: Path of the checkpoint.
         present: Numbers of the existing files.
-        required: Numbers of all files. A range may be huge, as its end may come from a file name.
+        required: Numbers of all files, which may be a huge range if a file name is wrong.
         format_name: Function that returns the name of a file by its number.
         noun: Plural noun for the files, used in the message.
-        hint: Suggested action.
+        hint: Suggested action, or None for an error without a hint.
     """
     shown = [
         format_name(number)
@@ -163,14 +167,14 @@ def missing_files_error(
 
 @dataclass(slots=True)
 class FaultCollector:
-    """Collector of problems, which are raised, or become findings in a partial read.
+    """Collector of problems, each of which raises an error, or becomes a finding in a partial read.
 
     Attributes:
-        root: The checkpoint's folder.
+        root: Folder of the checkpoint.
         partial: Whether to collect findings instead of raising errors.
-        findings: The problems so far.
-        unusable_files: Errors of unusable files by path relative to *root*, or None for a missing
-            file.
+        findings: Problems found so far.
+        unusable_files: Error of each unusable file by path relative to *root*, or None if the file
+            is missing.
         lost: Boxes of each tensor that are in unusable files, with the names of these files.
     """
 
@@ -186,7 +190,7 @@ class FaultCollector:
         why: str | None = None,
         message: str = "a file of the checkpoint is missing",
     ) -> None:
-        """Add a finding for a missing file."""
+        """Add a finding for the missing file *file*, and record it as unusable."""
         self.unusable_files[file] = None
         self.findings.append(Finding(message, why, file=file))
 
@@ -197,9 +201,10 @@ class FaultCollector:
         format_name: Callable[[int], str],
         suffix: str = "",
     ) -> list[int]:
-        """Raise an error for missing files of ranks, or add findings and return these ranks.
+        """Raise an error if rank files are missing, or add findings in a partial read.
 
-        See :func:`missing_files_error` for the parameters. *suffix* is appended to the noun.
+        See :func:`missing_files_error` for the parameters. *suffix* is appended to the noun in the
+        message. Returns the ranks whose files were recorded as missing by this call.
         """
         missing = list(
             islice((rank for rank in required if rank not in present), MAX_MISSING_FILES + 1)
@@ -223,18 +228,24 @@ class FaultCollector:
         noun: str,
         hint: str | None = None,
     ) -> None:
-        """Raise an error, or add a finding, for missing files (see :func:`missing_files_error`)."""
+        """Raise an error if files are missing, or add one finding in a partial read.
+
+        See :func:`missing_files_error` for the parameters.
+        """
         if error := missing_files_error(self.root, present, required, format_name, noun, hint):
             self.add_or_raise(error, format_name(next(n for n in required if n not in present)))
 
     def add_or_raise(
         self, error: CkptError, file: str | None = None, *, tensor: str | None = None
     ) -> None:
-        """Add a finding for *error*, or raise it if the read is not partial or a pickle is unsafe.
+        """Add a finding for *error* in a partial read, or raise it.
+
+        Errors about unsafe pickles are always raised.
 
         Args:
-            error: The problem.
-            file: File that is unusable from now on; None to take only its name from the error.
+            error: Error that describes the problem.
+            file: File to record as unusable, or None to record none. The finding then names the
+                file in the error.
             tensor: Name of the tensor that the error is about, if any.
         """
         if not self.partial or isinstance(error, UnsafePickleError):
@@ -249,9 +260,9 @@ class FaultCollector:
         reader: Callable[[str], T],
         expected_errors: tuple[type[CkptError], ...] = UNUSABLE_ERRORS,
     ) -> T | None:
-        """Call *reader* on a file, or return None and add a finding if the file is unusable.
+        """Call *reader* with *file*, or add a finding and return None if the file is unusable.
 
-        Exceptions other than *expected_errors* concern more than this file, so they propagate.
+        Only *expected_errors* mean that the file is unusable. Other exceptions propagate.
         """
         if file in self.unusable_files:
             return None
@@ -262,7 +273,7 @@ class FaultCollector:
             return None
 
     def require_supported_files(self, names: Sequence[str]) -> None:
-        """Raise the first error of *names* if all unusable ones are in unsupported formats."""
+        """Raise the first error of the files *names* if all of their errors are format errors."""
         errors = [error for name in names if (error := self.unusable_files.get(name)) is not None]
         if errors and all(isinstance(error, FormatError) for error in errors):
             raise errors[0]
@@ -270,14 +281,14 @@ class FaultCollector:
     def add_missing_tensor(self, name: str, why: str, file: str | None = None) -> None:
         """Add a finding for a missing tensor whose dtype and shape are unknown.
 
-        With *file*, which should contain the tensor, the finding is evidence of damage. Without it,
-        all files exist, and the tensor may be stored in an unknown file.
+        If *file* names the file that should contain the tensor, the finding has severity ``error``.
+        If it is None, the severity is ``unknown``, because another file may contain the tensor.
         """
         severity: Severity = "error" if file else "unknown"
         self.findings.append(Finding(MISSING_TENSOR_MESSAGE, why, severity, file, name))
 
     def drop_unusable_boxes(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Remove the boxes in unusable files from *tensors*, and record them as lost."""
+        """Return *tensors* without boxes in unusable files, and record these boxes as lost."""
         usable_tensors: dict[str, TensorEntry] = {}
         for name, entry in tensors.items():
             lost_boxes = tuple(
@@ -293,7 +304,7 @@ class FaultCollector:
         return usable_tensors
 
     def read_sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
-        """Return the sizes of files in bytes, without unusable files that cannot be opened."""
+        """Map the file names *names* to sizes in bytes, without unusable files that do not open."""
         file_sizes: dict[str, int] = {}
         for name in names:
             try:

@@ -1,4 +1,4 @@
-"""Checks of index files that other programs wrote, and of the data files that they list."""
+"""Read index files of other programs, and check them against the data files that they list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Integers = tuple[int, ...]
 
 
 class ByteRange(NamedTuple):
-    """A byte range of a file, with the name of the tensor in it."""
+    """Byte range of a tensor in a file, according to an index."""
 
     file: str
     offset: int
@@ -25,7 +25,7 @@ class ByteRange(NamedTuple):
 
 
 def read_metadata_file(files: SourceFiles, name: str, limit: int) -> bytes:
-    """Read a metadata file of at most *limit* bytes."""
+    """Read the metadata file *name*, or raise UnsupportedError if it exceeds *limit* bytes."""
     size = files.size(name)
     if size > limit:
         raise UnsupportedError(
@@ -39,7 +39,10 @@ def read_metadata_file(files: SourceFiles, name: str, limit: int) -> bytes:
 def read_file_sizes(
     files: SourceFiles, names: Collection[str], noun: str, where: str, hint: str
 ) -> dict[str, int]:
-    """Return the sizes in bytes of required files by sorted name, or raise if any is missing."""
+    """Map the sorted file names *names* to sizes in bytes, or raise if a file is missing.
+
+    *noun*, *where* and *hint* are used in the error.
+    """
     sizes: dict[str, int] = {}
     for name in sorted(names):
         with suppress(SourceNotFoundError):
@@ -54,7 +57,7 @@ def read_file_sizes(
 
 
 def require_tiled_files(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
-    """Require that *ranges* cover their files from first to last byte without gaps."""
+    """Raise if *ranges* do not tile their files, whose *sizes* are in bytes, without gaps."""
     ends = dict.fromkeys(sizes, 0)
     names_by_range = {
         (byte_range.file, byte_range.offset, byte_range.nbytes): byte_range.name
@@ -82,9 +85,10 @@ def require_tiled_files(ranges: Iterable[ByteRange], sizes: Mapping[str, int], w
 
 
 def parse_integers(value: object) -> Integers:
-    """Convert a short sequence of non-negative integers to a tuple, or raise if it is malformed.
+    """Convert a list or tuple of non-negative integers, such as a shape, to a tuple.
 
-    This is faster than :func:`ckptctl.storage.schema.read_as`.
+    Raises MismatchError for other values and for more than ``MAX_RANK`` integers. This is faster
+    than :func:`ckptctl.storage.schema.read_as`.
     """
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise MismatchError(f"a list of at most {MAX_RANK} integers", value)

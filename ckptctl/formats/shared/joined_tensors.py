@@ -1,4 +1,4 @@
-"""Tensors with boxes in the files of several ranks."""
+"""Join tensors whose boxes are in the files of several ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ONE_SAVE_HINT = "restore the files of one save (these belong to different saves)
 
 @dataclass(slots=True)
 class JoinedTensor:
-    """A tensor joined from the boxes of several ranks.
+    """A global tensor that is joined from the boxes in the files of several ranks.
 
     Attributes:
-        dtype: Name of the dtype in torch.
+        dtype: Name of the torch dtype.
         shape: Global shape.
         path: Keys from the root of the saved object down to the tensor.
         file: First file that contains a box of the tensor.
-        requires_grad: Recorded ``requires_grad``.
-        extents: First extent found for each box.
-        copies: Further extents of the same boxes.
+        requires_grad: Value of ``requires_grad`` in the file.
+        extents: First extent of each box, by box.
+        copies: Extents of further copies of these boxes.
     """
 
     dtype: str
@@ -40,7 +40,7 @@ class JoinedTensor:
     copies: list[Extent] = field(default_factory=list)
 
     def add_extent(self, extent: Extent) -> Extent | None:
-        """Add an extent, and return the earlier extent of the same box, or None."""
+        """Add *extent*, and return the first extent of its box, or None if *extent* is the first."""
         first = self.extents.setdefault(extent.box, extent)
         if first is extent:
             return None
@@ -50,9 +50,9 @@ class JoinedTensor:
 
 
 def make_tensor_entries(tensors: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
-    """Make the catalog entry of each tensor, by name.
+    """Map the names of joined tensors to their catalog entries.
 
-    A tensor with the same extents as an earlier one becomes an alias of it.
+    A tensor with the same dtype, shape and extents as an earlier one becomes an alias of it.
     """
     entries: dict[str, TensorEntry] = {}
     first_names: dict[object, str] = {}
@@ -75,20 +75,20 @@ def make_tensor_entries(tensors: Mapping[str, JoinedTensor]) -> dict[str, Tensor
 
 
 def make_standalone_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
-    """Make the entry of a tensor that consists only of the elements of *extent*."""
+    """Build the catalog entry of a tensor that has only the elements of *extent*."""
     box = Box.whole(extent.box.sizes)
     return TensorEntry(name, dtype, box.sizes, (replace(extent, box=box),), (name,))
 
 
 def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
-    """Return the extent of a box that is part of a rank's local tensor.
+    """Return the extent of *box*, whose elements are a slice of a rank's local tensor.
 
     Args:
         extent: Extent of the local tensor.
-        dtype: Name of the dtype in torch.
+        dtype: Name of the torch dtype.
         shape: Shape of the local tensor.
-        start: First index of the box in the local tensor.
-        box: The box in the global tensor.
+        start: Index of the first element of the box in the local tensor, one per dimension.
+        box: Index ranges of the box in the global tensor.
     """
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
@@ -108,6 +108,6 @@ def slice_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, b
 
 
 def ranks_disagree_error(name: str, where: TreePath | str, why: str) -> UnsupportedError:
-    """Make the error for a tensor that two ranks describe differently."""
+    """Build the error for a tensor whose descriptions on two ranks contradict each other."""
     message = f"two ranks disagree on `{name}`"
     return UnsupportedError(message, where=str(where), why=why, hint=ONE_SAVE_HINT)

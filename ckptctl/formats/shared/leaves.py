@@ -1,11 +1,12 @@
-"""Flatten nested objects, such as ``{"model": {"w": t}}``, into leaves, such as ``model.w``.
+"""Flatten nested objects such as ``{"model": {"w": t}}`` into leaves such as ``model.w``.
 
 Dictionaries are always flattened. Lists are flattened if they contain tensors or dictionaries at
-any depth of lists and tuples, and tuples if they contain tensors at any depth. Everything else is a
-leaf. For dictionaries and lists, ``torch.distributed.checkpoint._traverse`` does the same.
+any depth of lists and tuples, and tuples if they contain tensors at any depth. All other objects
+are leaves. ``torch.distributed.checkpoint._traverse`` treats dictionaries and lists in the same
+way.
 
-A leaf may be any object of a trainer. Reading it executes nothing, but an object of an unknown
-class must not be written, because loading the output would execute it.
+A leaf may be any object that a trainer saves. Reading it executes no code, but an object of an
+unknown class must not be written, because loading the output would execute code.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ UNSAFE_MODULES = frozenset(
         *("importlib", "runpy", "code", "codeop", "webbrowser", "multiprocessing"),
     }
 )
-"""Modules with functions that run commands, load code, or access files or the network."""
+"""Names of modules whose functions run commands, load code, or access files or the network."""
 UNSAFE_BUILTINS = frozenset(
     {"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"}
 )
-"""Functions of ``builtins`` that execute code or access files or the terminal."""
+"""Names of functions in ``builtins`` that execute code, or access files or the terminal."""
 FREE_NAME_CHARS = 1 << 23
 MEAN_NAME_CHARS = 512
-"""Names of N leaves may have ``FREE_NAME_CHARS + N * MEAN_NAME_CHARS`` characters in total."""
+"""Limit per name, where N names may have ``FREE_NAME_CHARS + N * MEAN_NAME_CHARS`` characters."""
 
 
 def flatten_object(
     root: object, is_tensor: Callable[[object], bool], path: Path = (), *, where: str
 ) -> Iterator[tuple[Path, object]]:
-    """Yield the ``(path, leaf)`` pairs of a nested object.
+    """Yield the path and value of every leaf of the nested object *root*.
 
     Args:
-        root: The nested object.
+        root: Nested object to flatten.
         is_tensor: Function that returns whether an object is a tensor.
-        path: Keys to put before the path of every leaf.
-        where: File that contains the object, for the error.
+        path: Keys to prepend to the path of every leaf.
+        where: File that contains the object, for error messages.
 
     Raises:
-        UnsupportedError: The names are too long in total. (Each name repeats the keys above its
-            leaf, so a small file can have very long names.)
+        UnsupportedError: The names are too long in total. A small file can cause this, because each
+            name repeats the keys of all dictionaries that contain the leaf.
     """
     should_flatten = _FlattenPredicate(is_tensor)
     leaves, length = 0, 0
@@ -93,7 +94,7 @@ def flatten_object(
 class _FlattenPredicate:
     """Predicate that decides whether to flatten a list or tuple.
 
-    Decisions are cached by id, because the objects stay alive.
+    Results are cached by id, so the objects must stay alive.
     """
 
     def __init__(self, is_tensor: Callable[[object], bool]) -> None:
@@ -104,7 +105,7 @@ class _FlattenPredicate:
         return self._inspect(node)[1]
 
     def _inspect(self, node: object) -> tuple[bool, bool]:
-        """Return whether *node* contains tensors, and whether to flatten it."""
+        """Return whether *node* is or contains a tensor, and whether to flatten it."""
         if isinstance(node, dict):
             return any(self._inspect(value)[0] for value in node.values()), True
         if not isinstance(node, list | tuple):
@@ -120,7 +121,7 @@ class _FlattenPredicate:
 
 
 def build_nested_object(leaves: Iterable[tuple[Path, object]]) -> object:
-    """Build the nested object that :func:`flatten_object` turned into *leaves*."""
+    """Build a nested object from *leaves*, as the inverse of :func:`flatten_object`."""
     root: dict[object, object] = {}
     for path, leaf in leaves:
         if not path:
@@ -138,12 +139,12 @@ def build_nested_object(leaves: Iterable[tuple[Path, object]]) -> object:
 
 
 def join_path(path: Path) -> str:
-    """Join *path* into a fully qualified name."""
+    """Join the keys in *path* with dots into a fully qualified name."""
     return ".".join(map(str, path))
 
 
 class _Container(dict[object, object]):
-    """A container under construction."""
+    """Dictionary that is converted to a dict, list or tuple once all of its items are added."""
 
 
 def _mark_index(key: str | int) -> object:
@@ -164,12 +165,12 @@ def _build_container(level: Mapping[object, object]) -> object:
 
 
 def add_rank_prefix(rank: int, path: Path) -> Path:
-    """Put the key ``rank_N``, with the number of *rank*, before *path*."""
+    """Prepend the key ``rank_N`` to *path*, where N is *rank*."""
     return (f"rank_{rank}", *path)
 
 
 def list_differing_value_notes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on the values in *names*, which differ between ranks, or no note if empty."""
+    """Return a note that the values *names* differ between ranks, or no note if there are none."""
     unique_names = list(dict.fromkeys(names))
     if not unique_names:
         return ()
@@ -179,7 +180,7 @@ def list_differing_value_notes(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _find_unknown_class(value: object) -> str | None:
-    """Return the first class or function in *value* that stock torch does not load, or None."""
+    """Return the first class or function in *value* that torch cannot load, or None."""
     for node in walk_values(value):
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
             return f"{node.module}.{node.name}"
@@ -187,7 +188,7 @@ def _find_unknown_class(value: object) -> str | None:
 
 
 def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
-    """Raise if a value refers to a function that can harm the machine, such as ``os.system``."""
+    """Raise UnsafePickleError if a value refers to a dangerous function, such as ``os.system``."""
     for blob in blobs:
         for node in walk_values(blob.value):
             if not isinstance(node, Inert | Global):
@@ -203,7 +204,7 @@ def require_harmless_values(blobs: Iterable[Blob], where: str) -> None:
 
 
 def list_unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
-    """Yield a note on values with unknown classes, which cannot be written, if there are any."""
+    """Yield a note if *blobs* contain objects of unknown classes, which cannot be written."""
     unknown_classes = {
         blob.name: name for blob in blobs if (name := _find_unknown_class(blob.value))
     }
@@ -213,9 +214,9 @@ def list_unknown_class_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 
 def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
-    """Raise if a value contains classes that stock torch does not load, or hidden tensors.
+    """Raise if a value contains objects of unknown classes, or tensors inside other objects.
 
-    With *verbatim*, values that are copied with their file may contain tensors.
+    If *verbatim* is set, values that are copied together with their file may contain tensors.
     """
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
@@ -243,7 +244,10 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
 
 
 def read_value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
-    """Read or build the ``torch.save`` zip of *blob*, with at most *budget* for decompression."""
+    """Return the ``torch.save`` zip of *blob*, which is read from its file or built in memory.
+
+    *budget* limits the memory for decompression.
+    """
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import decompress_value
 
