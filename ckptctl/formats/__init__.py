@@ -191,7 +191,7 @@ def sniff_by_precedence(candidates: Mapping[str, Format], listing: Listing) -> d
 def find_interrupted_format(path: TreePath) -> Format | None:
     """Return the format of the interrupted save in *path*, or None if no save was interrupted.
 
-    Such a save lacks the files by which formats are usually recognized.
+    The files by which formats are usually recognized are missing in such a save.
     """
     with suppress(PermissionError):
         listing = Listing(path)

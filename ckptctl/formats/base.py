@@ -106,7 +106,7 @@ class OutputRequest:
         like_files: File names of the reference checkpoint, if the format keeps them.
         checksum: Whether the records will have checksums.
         metadata: Free-form strings to store, for formats with ``keeps_metadata``.
-        config: ``config.json`` of the model, for formats that describe the model in another file, or
+        config: ``config.json`` of the model, for formats that describe the model in another file.
             None if it is unknown.
         family: Model family, or None if unknown.
         sizes: Sizes of the family's axes, by axis name.

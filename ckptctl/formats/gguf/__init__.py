@@ -1,8 +1,8 @@
-"""GGUF, llama.cpp's format of metadata and tensors in one or several files.
+"""GGUF, the format of llama.cpp, with metadata and tensors in one or several files.
 
-The name of a quantized tensor is its name in the file, a dot and its type, as in
-``blk.0.attn_q.weight.Q4_K``. Its elements are the bytes of its blocks; ``--dequantize`` computes
-the unquantized tensor. config.json is derived from the metadata if the folder has none.
+The type of a quantized tensor is appended to its name, as in ``blk.0.attn_q.weight.Q4_K``. Its
+elements are the bytes of the quantized blocks, and ``--dequantize`` computes the unquantized
+tensor. ``config.json`` is derived from the metadata if the folder has none.
 
 Sources: ``docs/gguf.md`` of ggml, ``gguf-split`` of llama.cpp for the names of several files.
 """
@@ -22,7 +22,7 @@ _NUMBERED_FILE = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def list_model_files(folder: TreePath) -> list[str]:
-    """Return the GGUF files of language models in a folder, without vision projectors."""
+    """Return the sorted names of the GGUF files in *folder*, except vision projectors."""
     files = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
     return sorted(
         file.name for file in files if not file.name.startswith("mmproj") and is_gguf(file)
@@ -30,7 +30,7 @@ def list_model_files(folder: TreePath) -> list[str]:
 
 
 def is_gguf(path: TreePath) -> bool:
-    """Return whether a file starts with GGUF's magic number."""
+    """Return whether *path* is a file that starts with the magic number of GGUF."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -38,7 +38,12 @@ def is_gguf(path: TreePath) -> bool:
 
 
 def find_gguf_files(root: TreePath, path: TreePath) -> list[str]:
-    """Return the names of all files of the model in *path*, a file or the folder *root* itself."""
+    """Return the names of all files of the model in *path*, in the order of their numbers.
+
+    Args:
+        root: Folder of the files.
+        path: *root* itself, or one file in it. One file of a numbered set stands for the set.
+    """
     names = [path.name] if path != root else list_model_files(root)
     parts = [_NUMBERED_FILE.fullmatch(name) for name in names]
     first = parts[0] if parts else None
@@ -65,7 +70,7 @@ def find_gguf_files(root: TreePath, path: TreePath) -> list[str]:
 
 
 class GgufFormat(Format):
-    """Metadata and tensors in one file, or in several numbered files."""
+    """One GGUF file, or several numbered files that contain one model."""
 
     name = "gguf"
     title = "GGUF: llama.cpp's format, quantized or unquantized"

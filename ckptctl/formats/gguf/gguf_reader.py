@@ -1,8 +1,8 @@
 """Read tensors and model metadata from the headers of GGUF files.
 
-A header contains metadata and the location of each tensor, none of which is trusted. Counts and
-lengths are compared with the file size before anything is read. Long arrays are skipped, and nested
-arrays are rejected.
+A header contains the metadata and the location of each tensor, which may be damaged or malicious.
+Counts and lengths are therefore compared with the file size before the data is read. Long arrays
+are skipped, and nested arrays are rejected.
 
 Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` (0.19).
 """
@@ -31,14 +31,14 @@ MAX_FACTORS = 1 << 12
 VERSIONS = (2, 3)
 ALIGNMENT_KEY = "general.alignment"
 MAX_HEADER_BYTES = 400_000_000
-"""Maximum length of a header in bytes; tokenizer vocabularies take most of it."""
+"""Maximum length of a header in bytes, most of which is usually the tokenizer vocabulary."""
 MAX_COUNT = 1 << 20
-"""Maximum number of tensors, and of metadata keys."""
+"""Maximum number of tensors in a file, and of metadata keys."""
 MAX_TEXT_BYTES = 1 << 24
 MAX_NAME_BYTES = 1 << 12
 MAX_DIMS = 4
 MAX_KEPT_VALUES = 4096
-"""Maximum length of a numeric array whose values are kept."""
+"""Maximum number of elements of a metadata array that is read instead of skipped."""
 READ_BYTES = 1 << 20
 SCALARS = {
     0: "<B",
@@ -56,15 +56,15 @@ SCALARS = {
 TEXT, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _TENSOR_INFO_STRUCTS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
-"""Fields after the name and rank of a tensor: dimensions, type and offset."""
+"""Struct of the dimensions, type and offset of a tensor, by number of dimensions."""
 
 
 def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
     """Read the catalog of the model in the files *names*.
 
     Args:
-        path: File or folder that the user named.
-        names: Names of all files of the model.
+        path: File or folder that the user passed.
+        names: Names of all files of the model, in the order of their numbers.
         name: Name of the format.
     """
     root = path if path.is_dir() else path.parent
@@ -103,7 +103,7 @@ def read_catalog(path: TreePath, names: Sequence[str], name: str) -> Catalog:
 
 
 def _require_complete_model(root: TreePath, headers: Mapping[str, GgufHeader]) -> None:
-    """Raise if the files do not belong to one model, or tensors are missing."""
+    """Raise if the headers show that the files are of different models, or tensors are missing."""
     first, *_ = headers.values()
     total = first.metadata.get("split.tensors.count")
     tensor_count = sum(len(header.tensors) for header in headers.values())
@@ -150,7 +150,7 @@ def _make_entries(root: TreePath, headers: Mapping[str, GgufHeader]) -> dict[str
 def _read_rope_factors(
     files: SourceFiles, tensors: Mapping[str, TensorEntry]
 ) -> Sequence[float] | None:
-    """Return the divisors of the rotary frequencies, or None if there are none."""
+    """Read the RoPE frequency divisors, or return None if the model has no such tensor."""
     entry = tensors.get(ROPE_FACTORS)
     if entry is None:
         return None
@@ -164,10 +164,10 @@ def _read_rope_factors(
 
 @dataclass(frozen=True, slots=True)
 class OmittedArray:
-    """Placeholder for a metadata array whose values are not kept.
+    """Placeholder for a metadata array that was skipped.
 
     Attributes:
-        count: Number of values.
+        count: Number of elements in the array.
     """
 
     count: int
@@ -175,14 +175,14 @@ class OmittedArray:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor in a file.
+    """A tensor in a GGUF file.
 
     Attributes:
-        name: Name in the file.
-        shape: Dimensions, outermost first.
-        kind: GGML type number.
-        offset: First byte in the file.
-        nbytes: Length in bytes.
+        name: Name in the file, without a type suffix.
+        shape: Shape in torch order, with the outermost dimension first.
+        kind: Number of the GGML type, such as 12 for Q4_K.
+        offset: Offset of the tensor in the file, in bytes.
+        nbytes: Size in bytes.
     """
 
     name: str
@@ -194,11 +194,11 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Content of one file's header.
+    """Parsed header of one GGUF file.
 
     Attributes:
-        metadata: Values by key; arrays that are long or not numeric are :class:`OmittedArray`.
-        tensors: Tensors in the order of the file.
+        metadata: Values by key, with :class:`OmittedArray` for long arrays and arrays of strings.
+        tensors: Tensors in the order of the header.
     """
 
     metadata: Mapping[str, object]
@@ -206,10 +206,10 @@ class GgufHeader:
 
 
 def read_header(files: SourceFiles, name: str) -> GgufHeader:
-    """Read the header of the file *name*.
+    """Read and parse the header of the GGUF file *name*.
 
     Raises:
-        DamagedError: The file is truncated, or tensors are misplaced.
+        DamagedError: The file is truncated, or tensors overlap or are misaligned.
         UnsupportedError: The version or a value type is not supported.
     """
     cursor = _Cursor(files, name)
@@ -239,7 +239,7 @@ def read_header(files: SourceFiles, name: str) -> GgufHeader:
 
 
 class _Cursor:
-    """Sequential reader of a header that never reads past the end of the file."""
+    """Sequential reader of a GGUF header, which never reads past the end of the file."""
 
     def __init__(self, files: SourceFiles, name: str) -> None:
         self._files, self._name = files, name
@@ -249,15 +249,15 @@ class _Cursor:
 
     @property
     def where(self) -> str:
-        """Path of the file."""
+        """Path of the file, for error messages."""
         return str(self._files.root / self._name)
 
     def damaged_error(self, why: str) -> DamagedError:
-        """Make the error for a damaged file."""
+        """Build the error for a damaged GGUF file, with *why* as the reason."""
         return DamagedError("damaged GGUF file", where=self.where, why=why)
 
     def require_remaining(self, nbytes: int) -> None:
-        """Raise if fewer than *nbytes* bytes remain."""
+        """Raise if fewer than *nbytes* bytes remain in the file, or the header is too long."""
         if self.position + nbytes > self.size:
             why = f"the header extends past the end of the file at byte {self.size:,}"
             raise DamagedError("truncated GGUF file", where=self.where, why=why)
@@ -265,7 +265,7 @@ class _Cursor:
             raise MalformedError(f"the header is longer than {MAX_HEADER_BYTES:,} bytes")
 
     def read_bytes(self, nbytes: int) -> bytes:
-        """Read the next *nbytes* bytes."""
+        """Read the next *nbytes* bytes, or raise if the file ends before."""
         self.require_remaining(nbytes)
         start = self.position - self._begin
         if start + nbytes > len(self._chunk):
@@ -276,12 +276,16 @@ class _Cursor:
         return self._chunk[start : start + nbytes]
 
     def skip_bytes(self, nbytes: int) -> None:
-        """Skip *nbytes* bytes."""
+        """Skip the next *nbytes* bytes, or raise if the file ends before."""
         self.require_remaining(nbytes)
         self.position += nbytes
 
     def skip_texts(self, count: int) -> None:
-        """Skip *count* strings, without a call for each, because vocabularies are large."""
+        """Skip the next *count* strings.
+
+        Strings that are already in the read buffer are skipped in a tight loop, because
+        vocabularies are large.
+        """
         unpack_length, skipped_count = struct.Struct("<Q").unpack_from, 0
         while skipped_count < count:
             self.skip_bytes(self.read_length(MAX_TEXT_BYTES))
@@ -294,12 +298,17 @@ class _Cursor:
         self.require_remaining(0)
 
     def read_number(self, code: str) -> Any:
-        """Read the next number, with *code* as its :mod:`struct` format."""
+        """Read the next number, whose :mod:`struct` format is *code*, such as ``<I``."""
         (value,) = struct.unpack(code, self.read_bytes(struct.calcsize(code)))
         return value
 
     def read_count(self, code: str, min_bytes: int) -> int:
-        """Read the number of following entries, each of at least *min_bytes* bytes."""
+        """Read a count, or raise if the file is too short for that many entries.
+
+        Args:
+            code: :mod:`struct` format of the count.
+            min_bytes: Minimum size of an entry in bytes.
+        """
         value: int = self.read_number(code)
         if value > MAX_COUNT:
             raise MalformedError(f"the header declares {pluralize(value, 'entry', 'entries')}")
@@ -307,7 +316,7 @@ class _Cursor:
         return value
 
     def read_length(self, max_bytes: int) -> int:
-        """Read the length of a string."""
+        """Read the length of a string in bytes, or raise if it exceeds *max_bytes*."""
         value: int = _LENGTH.unpack(self.read_bytes(8))[0]
         self.require_remaining(value)
         if value > max_bytes:
@@ -315,7 +324,7 @@ class _Cursor:
         return value
 
     def read_text(self, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        """Read the next string."""
+        """Read the next UTF-8 string, or raise if it is longer than *max_bytes*."""
         raw = self.read_bytes(self.read_length(max_bytes))
         try:
             return raw.decode()
@@ -352,7 +361,10 @@ def _read_array(cursor: _Cursor) -> object:
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Read the name, shape, type and relative offset of the next tensor."""
+    """Read the name, shape, GGML type number and offset of the next tensor.
+
+    The offset is in bytes from the start of the tensor data, which follows the header.
+    """
     name, rank = cursor.read_text(MAX_NAME_BYTES), cursor.read_number("<I")
     if rank > MAX_DIMS:
         raise MalformedError(f"`{name}` has {pluralize(rank, 'dimension')}")
@@ -364,7 +376,10 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _locate_tensors(
     cursor: _Cursor, tensor_infos: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> tuple[GgufTensor, ...]:
-    """Locate the tensors in the file, or raise if they are misaligned, overlap or are truncated."""
+    """Compute the file offset and size of each tensor in *tensor_infos*.
+
+    Raises an error if a tensor is misaligned, overlaps another one, or exceeds the file.
+    """
     data_offset = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in tensor_infos:

@@ -1,4 +1,4 @@
-"""Hugging Face directories of safetensors, in one file or indexed shards, and older ``.bin``.
+"""Hugging Face directories, with one safetensors file or indexed shards, or older ``.bin`` files.
 
 Sources: the safetensors format specification; ``huggingface_hub/serialization`` for the index and
 the names of shards; ``transformers/utils/__init__.py`` for the names of weight files.
@@ -61,11 +61,11 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 PT_FORMAT = "pt"
-"""Value of ``format`` in the metadata of headers, except for the layout ``mlx``."""
+"""Value of ``format`` in the metadata of safetensors headers, for all layouts except ``mlx``."""
 
 
 class HfFormat(WritableFormat):
-    """Safetensors with ``config.json``."""
+    """Safetensors or ``.bin`` weight files with ``config.json``, as transformers loads them."""
 
     name = "hf"
     other_names: ClassVar[tuple[str, ...]] = ("huggingface", "safetensors", "transformers", "vllm")
@@ -208,7 +208,7 @@ class HfFormat(WritableFormat):
         )
 
     def can_store(self, dtype: str) -> bool:
-        """Return whether safetensors has a code for *dtype*."""
+        """Return whether the safetensors format supports *dtype*."""
         return dtype in dtypes.BY_NAME and dtypes.BY_NAME[dtype].safetensors is not None
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
@@ -250,10 +250,10 @@ class HfFormat(WritableFormat):
 
 
 class SafetensorsLayoutBuilder:
-    """Builder of the files, records and boxes of safetensors output.
+    """Builder of the output files, records and boxes of a safetensors checkpoint.
 
-    *aliases* maps each tensor that is skipped as shared to the kept one. *mark* is the value of
-    ``format`` in the metadata of headers.
+    *aliases* maps the name of each tensor that is not written because it shares memory to the name
+    of the written tensor. *mark* is the value of ``format`` in the metadata of the headers.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class SafetensorsLayoutBuilder:
         self.boxes: dict[str, tuple[TensorPlace, ...]] = {}
 
     def add_file(self, file: str, tensors: Sequence[OutputTensor]) -> None:
-        """Lay out one file with *tensors*, in the given order if it aligns all of them."""
+        """Add the output file *file*, with *tensors* in the given order if this aligns them."""
         tensors = _order_aligned(tensors)
         header, offsets = encode_safetensors_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
@@ -282,11 +282,11 @@ class SafetensorsLayoutBuilder:
 
 
 def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
-    """Order *tensors* so that each starts at a multiple of its dtype's size.
+    """Order *tensors* so that the offset of each tensor is a multiple of its element size.
 
-    The given order, in which the source can be read sequentially, is kept if possible. Otherwise,
-    tensors are sorted by descending size of the dtype, as in stock writers (``prepare`` in
-    safetensors' ``tensor.rs``).
+    The given order is kept if possible, because the source can then be read sequentially.
+    Otherwise, tensors are sorted by descending element size, as in ``prepare`` of safetensors'
+    ``tensor.rs``.
     """
     position = 0
     for tensor in tensors:

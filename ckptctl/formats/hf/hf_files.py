@@ -26,14 +26,14 @@ _NUMBERED_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 DEEPSEEK_SHARD = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 RANK_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 RANK_FILE = re.compile(f"{DEEPSEEK_SHARD.pattern}|{RANK_SHARD.pattern}")
-"""Names of files with the shards of one rank."""
+"""Pattern for names of files that contain the shards of a single rank."""
 _OTHER_PREFIXES = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
 def find_main_files(listing: Listing) -> list[str]:
-    """Return the names of the index, or else of the weight files.
+    """Return the name of the index, or the names of the weight files if no index exists.
 
-    If several are returned, they may be shards, or the model is ambiguous.
+    Several names are returned for shards without an index, or if the model is ambiguous.
     """
     path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX_SUFFIX) and not n.startswith(_OTHER_PREFIXES)]
@@ -57,7 +57,10 @@ def _is_in_no_index(path: TreePath, name: str) -> bool:
 
 
 def find_files_to_read(path: TreePath) -> list[str]:
-    """Return the name of the index or weight file to read, or of all shards without an index."""
+    """Return the name of the index or weight file to read, or the names of unindexed shards.
+
+    Raises FormatError if *path* contains no weight file, or several that may each be the model.
+    """
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
@@ -87,7 +90,7 @@ def find_files_to_read(path: TreePath) -> list[str]:
 
 
 def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> None:
-    """Raise if *names* are some, but not all, shards of a numbered set."""
+    """Raise if *names* are shards such as ``model-00001-of-00002`` and some are missing."""
     matches = [match for name in names if (match := _NUMBERED_SHARD.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
     if len(matches) < len(names) or len(kinds) != 1:
@@ -108,7 +111,7 @@ def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> Non
 
 
 def _is_complete_set(names: Sequence[str]) -> bool:
-    """Return whether *names* are all of ``stem-00001-of-0000N.safetensors``."""
+    """Return whether *names* are all N shards ``stem-00001-of-0000N.safetensors`` of a model."""
     stems = {name.rsplit("-", 3)[0] for name in names}
     expected = {
         f"{stem}-{i + 1:05d}-of-{len(names):05d}.safetensors"
@@ -119,9 +122,9 @@ def _is_complete_set(names: Sequence[str]) -> bool:
 
 
 def list_torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
-    """Return a note if torch consolidated the model from shards in ``sharded``.
+    """Return a note if torch consolidated the model in *root* from shards in ``sharded/``.
 
-    Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.
+    Torch 2.13's ``consolidate_safetensors_files`` wrongly writes zeros for 0-d tensors.
     """
     folder = root / "sharded"
     if not any(RANK_SHARD.fullmatch(item.name) for item in folder.glob("shard-*.safetensors")):
@@ -134,7 +137,10 @@ def list_torch_consolidation_notes(root: TreePath) -> tuple[str, ...]:
 
 
 def read_indexed_shards(files: SourceFiles, index_name: str) -> dict[str, ShardContent]:
-    """Read all shards next to an index, or return an empty dict if they cannot be read."""
+    """Map the file names of the shards next to an index to the content of the shards.
+
+    The result is empty if a shard is missing or cannot be read.
+    """
     stem = index_name.removesuffix(INDEX_SUFFIX)
     matches = (_NUMBERED_SHARD.fullmatch(item.name) for item in files.root.iterdir())
     names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
@@ -151,7 +157,7 @@ def derive_index(
 ) -> IndexContent | None:
     """Reconstruct the index *index_name* from the shards instead of reading it.
 
-    Returns None if no reconstruction has the size and the known digest of the index.
+    Returns None if the digest of the index is not known, or matches no reconstruction.
     """
     digest, size = files.find_digest(index_name), files.size(index_name)
     if digest is None or not shards:
@@ -165,7 +171,7 @@ def derive_index(
 def _iterate_candidate_indexes(
     shards: Mapping[str, ShardContent],
 ) -> Iterator[tuple[IndexContent, bytes]]:
-    """Yield each index that common writers would create for these shards, with its text."""
+    """Yield the index that each common writer creates for *shards*, parsed and as JSON text."""
     weight_map: dict[str, object] = {
         key: name for name, shard in shards.items() for key in shard[0]
     }

@@ -1,4 +1,4 @@
-"""Read the shards of a Hugging Face model, and compare them with the index."""
+"""Read the shards of a Hugging Face model, and compare their tensors with the index."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Index(Schema):
-    """Content of ``model.safetensors.index.json``."""
+    """Schema of ``model.safetensors.index.json``."""
 
     weight_map: Annotated[dict[str, str], NOT_EMPTY]
 
 
 ShardContent = tuple[dict[str, TensorEntry], Mapping[str, str]]
-"""The tensors of one file, and its metadata."""
+"""Tensors of one safetensors file by key, and the metadata in its header."""
 
 
 def read_shard(files: SourceFiles, name: str) -> ShardContent:
-    """Read the tensors and metadata of one safetensors file."""
+    """Read the tensor entries and metadata from the header of the safetensors file *name*."""
     header = read_safetensors_header(files, name, allow_unknown_dtypes=True)
     tensors: dict[str, TensorEntry] = {}
     for key, (dtype, shape, begin, end) in header.tensors.items():
@@ -57,7 +57,10 @@ def read_shard(files: SourceFiles, name: str) -> ShardContent:
 def merge_shard_metadata(
     shard_strings: Iterable[Mapping[str, str]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Merge metadata without the keys that differ between files, and return a note on these."""
+    """Merge the header metadata of shards, without keys whose values differ between shards.
+
+    The second result is a note that lists these keys, or empty if there are none.
+    """
     agreed: dict[str, str] = {}
     differing: dict[str, None] = {}
     for strings in shard_strings:
@@ -70,7 +73,7 @@ def merge_shard_metadata(
 
 
 def read_torch_shard(files: SourceFiles, name: str) -> Leaves:
-    """Read a ``torch.save`` file, or raise if it contains anything but tensors."""
+    """Read the ``torch.save`` file *name*, or raise if it contains non-tensor values."""
     from ckptctl.formats.shared.stored_leaves import read_leaves
 
     leaves = read_leaves(files, name)
@@ -87,7 +90,7 @@ def read_torch_shard(files: SourceFiles, name: str) -> Leaves:
 def add_shard_tensors(
     tensors: dict[str, TensorEntry], shard_tensors: Mapping[str, TensorEntry], name: str
 ) -> None:
-    """Add *shard_tensors*, from the shard *name*, to *tensors*, or raise on duplicates."""
+    """Add the tensors of the shard *name* to *tensors*, or raise if one is already present."""
     duplicates = [key for key in shard_tensors if key in tensors]
     if duplicates:
         other_file = tensors[duplicates[0]].extents[0].file
@@ -98,7 +101,7 @@ def add_shard_tensors(
 
 
 def parse_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Parse an index into the file of each tensor and the string values of its metadata."""
+    """Return the ``weight_map`` of an index, and the string values in its ``metadata``."""
     with wrap_malformed_errors("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
     for file in dict.fromkeys(weight_map.values()):
@@ -110,7 +113,11 @@ def parse_index(index: object, where: str) -> tuple[dict[str, str], dict[str, st
 def _find_unlisted_tensors(
     weight_map: Mapping[str, str], shard_tensors: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of a shard that its index does not list, or raise on contradictions."""
+    """Return the tensors of the shard *name* that the index does not list.
+
+    Raises an error if a tensor that the index assigns to this shard is missing, or if the index
+    assigns a tensor of this shard to another one.
+    """
     missing = sorted(
         key for key, file in weight_map.items() if file == name and key not in shard_tensors
     )
@@ -134,12 +141,12 @@ def _find_unlisted_tensors(
 
 
 class IndexedShards(NamedTuple):
-    """Content of the shards of an index.
+    """Tensors and metadata of all shards that an index lists.
 
     Attributes:
-        tensors: Tensors of readable shards.
-        metadata: Strings of the index and of the shards' headers.
-        sizes: Sizes in bytes of the existing shards.
+        tensors: Tensors of the readable shards, by key.
+        metadata: Merged string metadata of the index and of the shards' headers.
+        sizes: Sizes in bytes of the existing shards, by file name.
         notes: Messages for the user.
     """
 
@@ -157,15 +164,15 @@ def read_shards(
     known_shards: Mapping[str, ShardContent],
     faults: FaultCollector,
 ) -> IndexedShards:
-    """Read all shards and compare them with the index.
+    """Read all shards that an index lists, and compare their tensors with the index.
 
     Args:
-        files: The checkpoint's files.
-        weight_map: File of each tensor according to the index.
-        index_metadata: Metadata of the index.
-        index_name: Name of the index.
+        files: Files of the checkpoint.
+        weight_map: File name of each tensor according to the index, by key.
+        index_metadata: String values in the ``metadata`` of the index.
+        index_name: File name of the index.
         known_shards: Shards that were already read, by file name.
-        faults: Problems of the checkpoint.
+        faults: Collector of the problems found.
     """
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}

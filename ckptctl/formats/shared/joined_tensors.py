@@ -40,7 +40,7 @@ class JoinedTensor:
     copies: list[Extent] = field(default_factory=list)
 
     def add_extent(self, extent: Extent) -> Extent | None:
-        """Add *extent*, and return the first extent of its box, or None if *extent* is the first."""
+        """Add *extent*, and return the earlier extent of its box, or None if this is the first."""
         first = self.extents.setdefault(extent.box, extent)
         if first is extent:
             return None

@@ -1,7 +1,7 @@
-"""Join the shards of formats with one file per model-parallel rank.
+"""Join the shards of formats that have one file per model-parallel rank.
 
-The files do not record how tensors are sharded; the model family declares it
-(:mod:`ckptctl.planner.model_parallel`). Replicated tensors are compared between all ranks.
+The files do not record how tensors are sharded, so the model family declares it, as described in
+:mod:`ckptctl.planner.model_parallel`. The copies of replicated tensors are compared.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def join_shards(
     """Join the shards of all ranks into one catalog.
 
     Args:
-        files: The checkpoint's files.
+        files: Files of the checkpoint.
         format: Name of the format.
         layout: Name of the layout of the tensors.
-        shards: Tensors in each file, by file name in rank order.
-        options: Options, such as the model family.
+        shards: Tensors in each file, by file name, with the files in rank order.
+        options: Read options, such as the model family.
     """
     names = list(shards)
     sidecars = scan_sidecar_files(files.root, names)
@@ -71,11 +71,11 @@ def join_shards(
 
 
 class ShardJoiner:
-    """Joiner of the shards of all ranks, which the model family declares.
+    """Joiner of the shards of all ranks, according to the sharding that the model family declares.
 
     Attributes:
-        documents: Contents of ``config.json`` and ``params.json``, with the latter adjusted to the
-            joined tensors.
+        documents: Parsed ``config.json`` and ``params.json``, where ``params.json`` is adjusted to
+            the joined tensors.
         notes: Messages for the user.
     """
 
@@ -100,7 +100,7 @@ class ShardJoiner:
         self._require_same_keys()
 
     def join_tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
-        """Return the entries of the global tensors, by key."""
+        """Join the shards, and return the catalog entries of the global tensors by key."""
         self.notes += tuple(self._find_copied_files())
         if self.ranks == 1:
             joined_tensors = dict(self.shards[0])
@@ -115,7 +115,7 @@ class ShardJoiner:
         return joined_tensors
 
     def _find_copied_files(self) -> Iterator[str]:
-        """Yield a note for each file that records the same checksums as another file."""
+        """Yield a note for each file whose recorded checksums equal those of an earlier file."""
         seen: dict[tuple[int | None, ...], str] = {}
         for shard, name in zip(self.shards, self.names, strict=True):
             crcs = tuple(entry.extents[0].crc32 for entry in shard.values())
@@ -128,7 +128,7 @@ class ShardJoiner:
 
     @property
     def family(self) -> Family:
-        """Family that declares how to join the shards.
+        """Model family that declares how the tensors are sharded.
 
         Raises MappingError if no known family matches.
         """
@@ -156,7 +156,7 @@ class ShardJoiner:
 
     @cached_property
     def axis_sizes(self) -> AxisSizes:
-        """Axis sizes, in which heads that several ranks store count several times."""
+        """Sizes of the family's axes, where each copy of a replicated key/value head is counted."""
         shapes = {key: self.first_entries[key].shape for key in self.key_order}
         try:
             return solve_stored_sizes(
@@ -167,7 +167,7 @@ class ShardJoiner:
 
     @property
     def _configured_sizes(self) -> dict[str, int]:
-        """Axis sizes of the stored tensors according to the configuration."""
+        """Axis sizes of the stored tensors according to ``params.json`` or ``config.json``."""
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         if params is not None or config is None:
             return read_sizes(self.family, params=params)
@@ -176,7 +176,10 @@ class ShardJoiner:
         return {axis: size for axis, size in sizes.items() if axis not in repeated}
 
     def _detect_families(self, model_type: str | None) -> tuple[Family, ...]:
-        """Return the families that match the shards, or raise if they shard tensors differently."""
+        """Return the families that match the shards, or only the family *model_type* if given.
+
+        Raises MappingError if the matching families shard the tensors differently.
+        """
         if model_type:
             return (families.family(model_type),)
         shapes = {key: self.first_entries[key].shape for key in self.key_order}
@@ -210,7 +213,7 @@ class ShardJoiner:
         )
 
     def _require_equal_shapes(self) -> None:
-        """Require that all ranks with a tensor have it in one dtype and shape."""
+        """Raise if two ranks store a tensor with different dtypes or local shapes."""
         for shard, name in zip(self.shards, self.names, strict=True):
             for key, entry in shard.items():
                 first = self.first_entries[key]
@@ -223,7 +226,7 @@ class ShardJoiner:
                     )
 
     def _require_same_keys(self) -> None:
-        """Raise if a rank is missing a tensor that is not distributed among ranks."""
+        """Raise if a rank does not store a tensor that all ranks should store."""
         if all(len(shard) == len(self.key_order) for shard in self.shards):
             return
         replicated_keys = [key for key in self.key_order if not self._is_distributed(key)]
@@ -245,10 +248,10 @@ class ShardJoiner:
         return find_owner_axis(self.candidate_families[0], self.layout, key) is not None
 
     def _count_repeats(self, files: SourceFiles) -> int:
-        """Return the number of neighboring ranks with the same key/value head.
+        """Return on how many consecutive ranks each key/value head is replicated.
 
-        The number is computed from config.json, or else found by comparing the bytes. If all heads
-        are equal, for example zeros, the bytes do not determine it.
+        The number is computed from ``config.json`` if possible, and otherwise found by comparing
+        the bytes. If all heads are equal, for example zeros, the bytes do not determine it.
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.axis_sizes.axes
@@ -297,7 +300,7 @@ class ShardJoiner:
         return repeats
 
     def _has_equal_repeats(self, files: SourceFiles, key: str, repeats: int) -> bool:
-        """Return whether each group of *repeats* neighboring ranks has equal heads."""
+        """Return whether each group of *repeats* consecutive ranks stores equal heads in *key*."""
         shares = self._compute_rank_shards(key, self.axis_sizes, 1)
         for rank, share in enumerate(shares):
             first_rank = rank - rank % repeats
@@ -363,7 +366,10 @@ class ShardJoiner:
         return have_same_elements(files, *entries, of_any_size=True) is True
 
     def _raise_or_note_difference(self, key: str, rank: int) -> None:
-        """Raise an error for differing copies, or add a note if the tensor has no sharded axis."""
+        """Raise an error because copies of the tensor *key* differ between ranks.
+
+        If no axis of the tensor is sharded, only a note is added.
+        """
         if list_part_splits(self.family, self.layout, key):
             raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
@@ -373,7 +379,7 @@ class ShardJoiner:
         self.notes += (f"`{key}` differs between ranks; the value of the first rank is used",)
 
     def _check_shapes(self, tensors: RankTensors) -> None:
-        """Compare the joined shapes with the configuration, which reveals missing shards."""
+        """Raise if the joined shapes contradict the config, for example if shards are missing."""
         params = self.documents.get("params.json")
         shapes = {key: entry.shape for key, entry in tensors.items()}
         sizes = self._configured_sizes if params is None else read_sizes(self.family, params=params)
@@ -396,5 +402,5 @@ class ShardJoiner:
 
 
 def _slice_piece(entry: TensorEntry, piece: ShardPiece) -> Extent:
-    """Return the extent of a piece of the tensor *entry* of one rank."""
+    """Return the extent of *piece*, a box in the local tensor *entry* of one rank."""
     return slice_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)

@@ -1,4 +1,4 @@
-"""Lay out formats with one file per model-parallel rank."""
+"""Assign file offsets for formats that have one file per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def lay_out_ranks(
     lay_out_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
     reason: str,
 ) -> OutputLayout:
-    """Combine the layouts of all ranks' files, made by *lay_out_rank*.
+    """Call *lay_out_rank* with each rank and its local tensors, and combine the results.
 
-    *reason* explains in a note why non-tensor values are skipped.
+    *reason* is the reason in the note that non-tensor values are skipped.
     """
     from ckptctl.planner.model_parallel import RankShard
 
@@ -70,5 +70,5 @@ def _place_pieces(share: RankShard, record: int) -> Iterator[TensorPlace]:
 
 
 def _shift_records(frame: Frame, offset: int, crc_of: CrcLookup) -> Iterator[tuple[int, bytes]]:
-    """Yield the bytes of *frame*, with its record numbers shifted by *offset*."""
+    """Yield the bytes of *frame*, which numbers its records from 0 instead of from *offset*."""
     return frame(lambda record: crc_of(record + offset))

@@ -1,10 +1,10 @@
-"""One rank's ``torch.save`` file, with regular tensors, shards and non-tensor values.
+"""Read the ``torch.save`` file of one rank, with regular tensors, shards and other values.
 
 Shards are DTensors, which ``torch.save`` stores as a local tensor, a mesh and placements
 (``torch/distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``torch/_tensor.py``; field names are
-those of torch 2.13), and ShardedTensors, FSDP1's sharded state dict
+those of torch 2.13), and ShardedTensors, which are in the sharded state dict of FSDP1
 (``torch/distributed/_shard/sharded_tensor/api.py``, ``metadata.py``). torch needs a process group
-to load them; here, they are parsed without creating objects of these classes.
+to load them, whereas this module parses the pickle without creating objects of these classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import pluralize
 
 Axis = tuple[tuple[int, int], ...]
-"""Sizes and strides of the axes that form one dimension of a mesh, slowest first."""
+"""Sizes and strides of the axes that form one mesh dimension, with the outermost axis first."""
 _TORCH_MODULES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
 _DTENSOR = (
@@ -56,7 +56,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     f"{_SHARD}.sharding_spec.api": ("EnumerableShardingSpec",),
     "torch.distributed.remote_device": ("_remote_device",),
 }
-"""Classes in pickles of DTensors and ShardedTensors, in addition to those of regular tensors."""
+"""Names of the classes that pickles of DTensors and ShardedTensors contain, by module."""
 _TABLE: GlobalsTable = {
     **TORCH_TABLE,
     **{(home, name): Global(home, name) for home, names in _CLASSES.items() for name in names},
@@ -71,14 +71,15 @@ _UNSUPPORTED_REASONS = {
 
 
 class Mesh:
-    """A device mesh as recorded by one rank.
+    """A device mesh, as recorded in the file of one rank.
 
     *order* lists all global ranks, in the order in which the strides of *axes* index them.
 
     Attributes:
-        sizes: Number of ranks along each dimension.
-        coordinate: Coordinate of the recording rank; None if it is not part of the mesh.
-        rank: Global rank that recorded the mesh, or None if unknown.
+        sizes: Number of ranks along each mesh dimension.
+        coordinate: Mesh coordinate of the rank that wrote the file, or None if the rank is not part
+            of the mesh.
+        rank: Global rank that wrote the file, or None if unknown.
         ranks: All global ranks of the mesh, or empty if not recorded.
     """
 
@@ -90,13 +91,16 @@ class Mesh:
         self._axes, self._order = axes, order
 
     def find_coordinate(self, rank: int) -> Integers | None:
-        """Return the coordinate of another rank, or None if it is not recorded."""
+        """Return the mesh coordinate of the global rank *rank*, or None if it is not recorded."""
         index = self._positions.get(rank)
         return None if index is None else _compute_coordinate(self._axes, index)
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:
-        """Index of each global rank in *order*, or empty if *order* contradicts *coordinate*."""
+        """Map each global rank to its index in *order*.
+
+        The result is empty if *order* contradicts the recorded coordinate.
+        """
         positions = {rank: index for index, rank in enumerate(self._order)}
         this_index = None if self.rank is None else positions.get(self.rank)
         if this_index is None or _compute_coordinate(self._axes, this_index) != self.coordinate:
@@ -105,7 +109,7 @@ class Mesh:
 
 
 def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
-    """Return the mesh coordinate of the rank at *index* in the list of ranks."""
+    """Return the mesh coordinate of the rank at *index* in the list of global ranks."""
     coordinate = [0] * len(axes)
     for number, axis in enumerate(axes):
         for size, stride in axis:
@@ -114,13 +118,16 @@ def _compute_coordinate(axes: tuple[Axis, ...], index: int) -> Integers:
 
 
 class MeshParser:
-    """Parser of the device meshes in one file, cached because thousands of tensors share one."""
+    """Parser of device meshes, with a cache because the tensors of a file share few meshes."""
 
     def __init__(self) -> None:
         self._cache: dict[int, Mesh] = {}
 
     def parse_mesh(self, record: object) -> Mesh:
-        """Parse *record*, which must stay alive, because meshes are cached by its id."""
+        """Parse the pickle record of a mesh.
+
+        The caller must keep *record* alive, because its id is the cache key.
+        """
         if id(record) in self._cache:
             return self._cache[id(record)]
         state = get_record_attributes(record)
@@ -143,7 +150,7 @@ class MeshParser:
 
 
 def _require_in_mesh(mesh: Mesh) -> None:
-    """Raise if a rank has a coordinate outside its mesh, or is not one of the mesh's ranks."""
+    """Raise if the rank that recorded *mesh*, or its coordinate, is outside of the mesh."""
     coordinate, subject = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
     if coordinate is None:
         return
@@ -181,24 +188,24 @@ def _to_tuple(value: object) -> tuple[object, ...]:
 
 
 def _parse_axis(shape: object, stride: object) -> Axis:
-    """Return one mesh dimension, which torch may split into several."""
+    """Parse the shape and stride of one mesh dimension, which may consist of several axes."""
     return tuple(
         zip(parse_integers(_to_tuple(shape)), parse_integers(_to_tuple(stride)), strict=True)
     )
 
 
 def get_no_boxes(_: int) -> tuple[Box, ...]:
-    """Return no boxes, for formats that do not record the boxes of other ranks."""
+    """Return an empty tuple, for files that do not record the boxes of other ranks."""
     return ()
 
 
 class LocalShard(NamedTuple):
-    """A box of a global tensor and its location in the file of one rank.
+    """A box of a global tensor, and the local tensor that contains it.
 
     Attributes:
-        box: Index range in the global tensor.
-        tensor: The local tensor that contains the box.
-        start: First index of the box in the local tensor.
+        box: Index ranges of the box in the global tensor.
+        tensor: Local tensor that contains the box.
+        start: Index of the first element of the box in the local tensor, one per dimension.
     """
 
     box: Box
@@ -208,16 +215,17 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardedPart:
-    """A sharded tensor as recorded in one rank's file.
+    """The shards of one global tensor that the file of one rank contains.
 
     Attributes:
-        dtype: Name of the dtype in torch.
+        dtype: Name of the torch dtype.
         shape: Global shape.
-        pieces: Boxes in this file, with their locations.
-        requires_grad: Recorded ``requires_grad``.
+        pieces: Boxes in this file, each with its local tensor.
+        requires_grad: Value of ``requires_grad`` in the file.
         rank: Global rank that wrote the file, or None if not recorded.
-        ranks: All global ranks of the tensor's mesh or process group, as far as recorded.
-        boxes_of_rank: Function that returns the boxes of another rank, as far as recorded.
+        ranks: Global ranks of the mesh or process group, or empty if not recorded.
+        boxes_of_rank: Function that returns the boxes of another rank, or an empty tuple if they
+            are not recorded.
     """
 
     dtype: str
@@ -230,7 +238,7 @@ class ShardedPart:
 
 
 class WrapperArgs(NamedTuple):
-    """The relevant arguments of ``_rebuild_wrapper_subclass``."""
+    """Dtype, shape and ``requires_grad`` from the arguments of ``_rebuild_wrapper_subclass``."""
 
     dtype: str
     shape: Integers
@@ -240,7 +248,7 @@ class WrapperArgs(NamedTuple):
 def parse_wrapper_args(args: object) -> WrapperArgs:
     """Parse the arguments of ``_rebuild_wrapper_subclass``.
 
-    These are ``(class, dtype, size, stride, offset, layout, device, requires_grad)``.
+    The arguments are ``(class, dtype, size, stride, offset, layout, device, requires_grad)``.
     """
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
@@ -248,7 +256,7 @@ def parse_wrapper_args(args: object) -> WrapperArgs:
 
 
 def parse_dtensor(args: object, state: object, meshes: MeshParser) -> ShardedPart:
-    """Parse one rank's part of a DTensor."""
+    """Parse the local shard of a DTensor from the arguments and state of its pickle record."""
     wrapper, fields = parse_wrapper_args(args), get_record_attributes(state)
     spec, stored = get_record_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
@@ -300,7 +308,7 @@ def _compute_cached_local_shard(
     placements: tuple[ShardPlacement | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
 ) -> MeshShard:
-    """Call :func:`compute_local_shard`, cached because layers have tensors of the same shapes."""
+    """Return :func:`compute_local_shard` from a cache, because layers have equal shapes."""
     return compute_local_shard(shape, mesh, coordinate, placements, dict(order) if order else None)
 
 
@@ -353,7 +361,7 @@ def _parse_shard_order(entries: object) -> tuple[tuple[int, Integers], ...] | No
 
 
 def _parse_sharded_tensor(args: object, state: object) -> ShardedPart:
-    """Parse one rank's part of a ShardedTensor."""
+    """Parse the local shards of a ShardedTensor from the arguments and state of its record."""
     wrapper = parse_wrapper_args(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
@@ -381,7 +389,7 @@ def _parse_sharded_tensor(args: object, state: object) -> ShardedPart:
 
 
 def _find_listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of *rank* from *shards*, which lists the boxes of all ranks."""
+    """Return the boxes that *shards*, the ``shards_metadata`` of all ranks, lists for *rank*."""
     if not isinstance(shards, list):
         return ()
     records = (get_record_attributes(shard) for shard in shards)
@@ -414,7 +422,7 @@ def _make_rank_set(size: int) -> frozenset[int]:
 
 
 def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, object]]:
-    """Yield the leaves of one rank's file with their paths."""
+    """Yield the path and value of every leaf in the file *name* of one rank."""
     archive = read_archive(files, name, table=_TABLE, unknown="inert")
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
         require_known_classes([Blob(name, (), value=archive.root)])
@@ -434,7 +442,7 @@ def _is_tensor(node: object) -> bool:
 
 
 def _is_sharded(node: object) -> bool:
-    """Return whether *node* is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, ...)``."""
+    """Return whether *node* is the record of a tensor wrapper subclass, such as DTensor."""
     if not isinstance(node, Inert) or node.name != "_rebuild_from_type_v2":
         return False
     return len(node.args) == 4 and node.args[0] == _REBUILD_WRAPPER

@@ -1,9 +1,9 @@
 """Merge the separate files of all ranks into one checkpoint.
 
-Shards are boxes of one tensor and must have the same dtype and shape. Equal boxes are replicas, and
-their checksums must match if recorded. A leaf that is not sharded and differs between ranks, such
-as a random-number state, is kept per rank. The lowest rank's value keeps the name; values of other
-ranks that differ from it get the prefix ``rank_N.``.
+All shards of a tensor must record the same dtype and global shape. Shards with the same box are
+replicas, and their checksums must match if recorded. If an unsharded leaf, such as an RNG state,
+differs between ranks, all values are returned. The value of the lowest rank has the original name,
+and values of other ranks that differ from it get the prefix ``rank_N.``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FALLBACK_NOTE = "per-rank values are taken from the lowest rank that can be rea
 
 
 class UnusableRankFile(NamedTuple):
-    """A missing or unusable file of a rank, with the common prefix of its leaves' paths."""
+    """A missing or unusable file of a rank, with the keys that all paths in the file start with."""
 
     rank: int
     prefix: Path
@@ -48,19 +48,19 @@ class UnusableRankFile(NamedTuple):
 
 @dataclass(slots=True)
 class _RankTensor(JoinedTensor):
-    """A tensor of one or several ranks, and where other ranks should have boxes of it."""
+    """A joined tensor, with a function that returns the recorded boxes of other ranks."""
 
     sharded: bool = False
     boxes_of_rank: Callable[[int], tuple[Box, ...]] = get_no_boxes
 
 
 class RankMerger:
-    """Merger of the leaves of all ranks, which must be added in ascending order of ranks.
+    """Merger of the leaves of all ranks, which must be added in ascending rank order.
 
     Attributes:
         faults: Problems of the checkpoint.
-        unusable_files: Missing or unusable files of ranks.
-        ranks: All ranks that took part in the save, as far as recorded.
+        unusable_files: Missing or unusable rank files.
+        ranks: Ranks that the meshes and process groups in the files record.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankMerger:
 
     @property
     def replicas(self) -> dict[str, tuple[Extent, ...]]:
-        """Further copies of each tensor's boxes, or empty unless *list_replicas* was set."""
+        """Extents of replicated boxes by tensor name, or empty unless *list_replicas* was set."""
         tensors = self._tensors.items() if self._list_replicas else ()
         return {key: tuple(tensor.copies) for key, tensor in tensors if tensor.copies}
 
@@ -90,10 +90,10 @@ class RankMerger:
         format_name: Callable[[int], str],
         suffix: str = "",
     ) -> None:
-        """Raise an error, or add findings, for missing files of ranks.
+        """Raise an error, or add findings in a partial read, if rank files are missing.
 
-        *prefix* is the common prefix of the leaves' paths in these files. For the other parameters,
-        see :meth:`FaultCollector.require_rank_files`.
+        *prefix* contains the keys that all paths in these files start with. For the other
+        parameters, see :meth:`FaultCollector.require_rank_files`.
         """
         for rank in self.faults.require_rank_files(present, required, format_name, suffix):
             self._add_unusable_file(UnusableRankFile(rank, prefix, format_name(rank)))
@@ -101,9 +101,10 @@ class RankMerger:
     def add_file(
         self, rank: int, prefix: Path, file: str, leaves: Iterable[tuple[Path, object]]
     ) -> None:
-        """Add the leaves of one file of *rank*, or record the file as unusable in a partial read.
+        """Add the leaves of one file of *rank*.
 
-        *prefix* is the common prefix of the leaves' paths.
+        In a partial read, a file that cannot be read is recorded as unusable. *prefix* contains the
+        keys that all paths in *leaves* start with.
         """
         if self.faults.partial:
             loaded = self.faults.try_read(file, lambda _: list(leaves))
@@ -124,7 +125,7 @@ class RankMerger:
             findings[index] = replace(findings[index], why=why)
 
     def add_leaves(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Add *leaves*, which were read from the file *file* of *rank*."""
+        """Add the paths and values in *leaves*, which were read from *file* of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, ShardedPart):
                 if leaf.rank is not None and leaf.rank != rank:
@@ -208,7 +209,10 @@ class RankMerger:
             self._blobs[join_path(rank_path)] = Blob(join_path(rank_path), rank_path, value=value)
 
     def require_related_files(self, where: str) -> None:
-        """Raise if each file is a checkpoint, because they share no tensor and none is sharded."""
+        """Raise if the files seem to be separate checkpoints instead of files of ranks.
+
+        In this case, no tensor is sharded, and no tensor is equal in two files.
+        """
         clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._equal_count and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
@@ -220,11 +224,11 @@ class RankMerger:
             )
 
     def get_first_keys(self) -> set[str | int]:
-        """Return the first keys of the paths of all tensors."""
+        """Return the top-level keys below which tensors were added."""
         return {tensor.path[0] for tensor in self._tensors.values() if tensor.path}
 
     def merge_leaves(self) -> Leaves:
-        """Return all tensors and values, without checking that shards tile their tensors."""
+        """Return the merged tensors and values, without checking that shards tile the tensors."""
         notes = [
             *list_differing_value_notes(self._copies.differing),
             *list_unknown_class_notes(self._blobs.values()),
@@ -234,7 +238,7 @@ class RankMerger:
         return Leaves(make_tensor_entries(self._tensors), self._blobs, notes)
 
     def _find_lost_boxes(self) -> Lost:
-        """Return the boxes of each tensor that are only in unusable files."""
+        """Return the boxes of each tensor that only unusable files contain."""
         lost: Lost = {}
         for key, tensor in self._tensors.items():
             for unusable_file in self.unusable_files:
@@ -252,7 +256,7 @@ class RankMerger:
 
 
 def is_same_value(first: object, second: object) -> bool:
-    """Return whether two leaves are equal, or False if they cannot be compared."""
+    """Return whether two non-tensor values are equal, or False if they cannot be compared."""
     try:
         return type(first) is type(second) and bool(first == second)
     except DamagedError:

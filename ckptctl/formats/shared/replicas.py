@@ -1,4 +1,4 @@
-"""Comparison of tensors of several ranks, by recorded checksums or by content."""
+"""Compare copies of a tensor on several ranks, by recorded checksums or by elements."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptctl.storage.files import SourceFiles
 
 @dataclass(slots=True)
 class CopyComparison:
-    """Comparison of copies, which records the differing ones and those that were not read.
+    """Comparison of copies of tensors, which records copies that differ or were not read.
 
     Attributes:
-        files: The checkpoint's files.
-        deferred: Whether the caller lists the copies and compares them later.
-        differing: Names whose values differ between ranks, once per differing value.
-        compared_by_checksum: Names of tensors with only their recorded checksums compared.
-        uncompared: Names of tensors with copies too large to compare here.
+        files: Files of the checkpoint.
+        deferred: Whether the copies are compared later, so that unread copies are not recorded.
+        differing: Names of values that differ between ranks, repeated for each differing rank.
+        compared_by_checksum: Names of tensors of which only the recorded checksums were compared.
+        uncompared: Names of tensors whose copies are too large to be read here.
     """
 
     files: SourceFiles
@@ -32,10 +32,10 @@ class CopyComparison:
     def is_same(
         self, first: TensorEntry, second: TensorEntry, name: str, *, of_any_size: bool = False
     ) -> bool:
-        """Return whether *second* equals *first*, and record *name* if not.
+        """Return whether *second* equals *first*, and record *name* as differing if not.
 
-        Equal recorded checksums are sufficient. Copies that are too large to read here count as
-        equal, unless *of_any_size* is set.
+        Copies with equal recorded checksums are not read. Copies that are too large to be read here
+        count as equal, unless *of_any_size* is set.
         """
         first_extent, second_extent = first.extents[0], second.extents[0]
         is_alike = (first.dtype, first.shape) == (second.dtype, second.shape)
@@ -50,14 +50,14 @@ class CopyComparison:
         return same is not False
 
     def record_unread_copy(self, name: str, first: Extent, second: Extent) -> None:
-        """Record a copy that is not read."""
+        """Record that a copy of the tensor *name* was compared only by checksum, or not at all."""
         if not self.deferred and second.nbytes:
             (
                 self.compared_by_checksum if has_same_checksum(first, second) else self.uncompared
             ).append(name)
 
     def list_notes(self) -> Iterator[str]:
-        """Yield notes on copies that were not read."""
+        """Yield notes for the user on tensors whose copies were not read."""
         if self.uncompared:
             names = quote_names([*dict.fromkeys(self.uncompared)])
             yield f"values are not compared between ranks; the lowest rank's is used: {names}"

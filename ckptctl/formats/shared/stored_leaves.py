@@ -1,4 +1,4 @@
-"""Tensors and non-tensor values in ``torch.save`` files."""
+"""Read tensors and non-tensor values from ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NO_CHECKSUMS = "written without checksums"
 
 @dataclass(slots=True)
 class Leaves:
-    """Tensors and non-tensor values by name, of one file or of all ranks.
+    """Tensors and non-tensor values of one file, or of the files of all ranks.
 
     Attributes:
-        tensors: Entries of the tensors.
-        blobs: Non-tensor values.
+        tensors: Catalog entries of the tensors by name.
+        blobs: Non-tensor values by name.
         notes: Messages for the user.
-        computed: Conjugate and negative views, which are computed while reading, by virtual file.
+        computed: Conjugate and negative views by virtual file, which are computed when read.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Leaves:
     computed: dict[str, ComputedTensor] = field(default_factory=dict)
 
     def add_object(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Flatten *value* and add its leaves, or raise if a name already exists."""
+        """Flatten *value*, and add its leaves below *path*, or raise if a name already exists."""
         for leaf_path, leaf in flatten_object(value, is_stored_tensor, path, where=where):
             name = join_path(leaf_path)
             if name in self.tensors or name in self.blobs:
@@ -57,7 +57,7 @@ class Leaves:
                 self.blobs[name] = Blob(name, leaf_path, value=leaf)
 
     def add_leaf(self, leaf: TensorEntry | Blob) -> None:
-        """Add one leaf, replacing an existing one."""
+        """Add a tensor or value, and replace an existing one with the same name."""
         if isinstance(leaf, Blob):
             self.blobs[leaf.name] = leaf
         else:
@@ -70,10 +70,10 @@ def read_leaves(
     """Read the tensors and non-tensor values of one ``torch.save`` file.
 
     Args:
-        files: The checkpoint's files.
+        files: Files of the checkpoint.
         name: Name of the file.
-        unknown: Handling of unknown classes in the pickle.
-        computed: Whether conjugate and negative views can be read.
+        unknown: How to handle unknown classes in the pickle.
+        computed: Whether conjugate and negative views are supported.
     """
     archive = read_archive(files, name, unknown=unknown, table=TABLE_WITH_UNREAD_TENSORS)
     leaves = extract_leaves(archive.root, name, checkpoint_root=files.root if computed else None)
@@ -86,8 +86,8 @@ def extract_leaves(
 ) -> Leaves:
     """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
-    *checkpoint_root* is the checkpoint's folder. Without it, conjugate and negative views cannot be
-    read.
+    *checkpoint_root* is the folder of the checkpoint, which is required to read conjugate and
+    negative views. If it is None, these views are listed as unreadable.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
@@ -147,7 +147,7 @@ def extract_leaves(
 def _make_mirrored_view(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
 ) -> tuple[TensorEntry, ComputedTensor]:
-    """Make the entry of a conjugate or negative view, and the virtual file of its elements."""
+    """Build the catalog entry of a conjugate or negative view, and the tensor that computes it."""
     flags, inputs = tuple(sorted(leaf.flags)), (ComputeInput(root, stored),)
     computed = ComputedTensor("mirrored", leaf.dtype, leaf.shape, inputs, flags)
     extents = (computed.to_extent(build_computed_name(key)),)
@@ -156,7 +156,10 @@ def _make_mirrored_view(
 
 
 def make_extent(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
-    """Return the extent of a tensor in a ``torch.save`` zip."""
+    """Return the extent of the tensor *stored* in the ``torch.save`` zip *file*.
+
+    *box* is the box of a global tensor that it contains, or None if it is not a shard.
+    """
     return Extent(
         box or Box.whole(stored.shape),
         file,
@@ -169,12 +172,12 @@ def make_extent(stored: StoredTensor, file: str, box: Box | None = None) -> Exte
 
 
 def is_stored_tensor(node: object) -> bool:
-    """Return whether *node* is a tensor of an archive."""
+    """Return whether *node* is a tensor in a ``torch.save`` zip."""
     return isinstance(node, StoredTensor)
 
 
 def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
-    """Raise if a leaf contains tensors inside an object that cannot be flattened, such as a set."""
+    """Raise UnsupportedError if the value *leaf* contains tensors, for example in a set."""
     if any(is_stored_tensor(node) for node in walk_values(leaf)):
         raise UnsupportedError(
             f"`{key}` contains tensors inside an object that cannot be decomposed",
@@ -184,7 +187,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 
 def make_pickled_tensor(tensor: OutputTensor, key: str) -> StorageTensor:
-    """Make the pickle record of a tensor with its elements in the storage *key* of the same zip."""
+    """Build the pickle record of a tensor whose elements are in the storage *key* of the zip."""
     return StorageTensor(
         storage_key=key,
         storage_nbytes=tensor.nbytes,
@@ -197,6 +200,6 @@ def make_pickled_tensor(tensor: OutputTensor, key: str) -> StorageTensor:
 
 
 def make_stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:
-    """Return the catalog entry of a tensor stored in full in one file."""
+    """Build the catalog entry of a tensor that is stored in full in *file*."""
     boxes = (make_extent(tensor, file),)
     return TensorEntry(join_path(path), tensor.dtype, tensor.shape, boxes, path)

@@ -1,7 +1,7 @@
-"""Selection of one of several DeepSpeed saves in a folder, by tag or pointer file.
+"""Select one of several DeepSpeed saves in a folder, by tag or by pointer file.
 
-Source: ``deepspeed/runtime/engine.py`` (``save_checkpoint``). Rank 0 writes ``latest``, neither
-atomically nor after all ranks have finished.
+Source: ``deepspeed/runtime/engine.py`` (``save_checkpoint``). Rank 0 writes the pointer file
+``latest``, but not atomically, and possibly before other ranks have finished the save.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EvidenceFinder = Callable[[TreePath], str | None]
 def list_tags(root: TreePath, find_evidence: EvidenceFinder) -> list[str]:
     """Return the names of the saves directly in *root*, in natural order.
 
-    *find_evidence* returns evidence that a folder is a save, or None.
+    *find_evidence* describes why a folder is a save, or returns None if it is not.
     """
     return sort_naturally([item.name for item in root.iterdir() if find_evidence(item)])
 
 
 def is_run_folder(root: TreePath, pointer: str, find_evidence: EvidenceFinder) -> bool:
-    """Return whether *root* is a folder of saves with a pointer file."""
+    """Return whether *root* contains the pointer file *pointer* and at least one save."""
     return root.is_dir() and (root / pointer).is_file() and bool(list_tags(root, find_evidence))
 
 
@@ -47,15 +47,14 @@ def find_tag_folder(
     find_evidence: EvidenceFinder,
     get_folder_name: Callable[[str], str] = str,
 ) -> str:
-    """Return the folder to read, relative to *root*, or ``""`` for *root* itself.
+    """Return the path of the save to read, relative to *root*, or ``""`` for *root* itself.
 
     Args:
-        root: Folder of one or several saves.
+        root: Folder that contains saves, or is a save.
         tag: Name of the save to read, or None to follow the pointer file.
         pointer: Name of the pointer file.
-        find_evidence: Function that returns evidence that a folder is a save, or None.
-        get_folder_name: Function that returns the name of the folder for the text of the pointer
-            file.
+        find_evidence: Function that describes why a folder is a save, or returns None if it is not.
+        get_folder_name: Function that converts the text of the pointer file to a folder name.
     """
     saves = list_tags(root, find_evidence)
     if tag is not None:
@@ -91,9 +90,9 @@ def _select_tag(root: TreePath, tag: str, saves: list[str], find_evidence: Evide
 def read_pointer(
     root: TreePath, pointer: str, max_bytes: int = MAX_TAG_BYTES
 ) -> tuple[bytes, bool]:
-    """Read up to *max_bytes* of a pointer file, and return whether these are all of its bytes.
+    """Read up to *max_bytes* of a pointer file, and return whether this is the complete file.
 
-    A link that leads out of *root* is not followed, so that no message quotes its target.
+    A symlink that leads out of *root* is not followed, so that no message shows its content.
     """
     with source_files(root) as files:
         size = files.size(pointer)

@@ -1,8 +1,8 @@
-"""torchsnapshot directories, with ``.snapshot_metadata`` and files of raw elements.
+"""torchsnapshot directories, with ``.snapshot_metadata`` and files of raw tensor bytes.
 
 Source: torchsnapshot 0.1.0, ``manifest.py`` (entries), ``flatten.py`` (paths), ``batcher.py``
-(files of many tensors). An entry belongs to the rank at the start of its path, unless it is
-replicated or sharded.
+(files of many tensors). The path of an entry starts with the rank that saved it. Replicated and
+sharded entries belong to all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MANIFEST = ".snapshot_metadata"
 
 
 class TorchSnapshotFormat(Format):
-    """A directory with ``.snapshot_metadata``."""
+    """A torchsnapshot directory, which contains ``.snapshot_metadata``."""
 
     name = "torchsnapshot"
     title = "torchsnapshot directory"

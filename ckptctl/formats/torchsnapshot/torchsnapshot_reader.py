@@ -1,7 +1,7 @@
-"""Read a snapshot's manifest and the objects of all ranks.
+"""Read the manifest of a snapshot, and the tensors and objects of all ranks.
 
 The manifest maps ``rank/path/of/the/leaf`` to the location of each leaf. Source: torchsnapshot
-0.1.0, ``manifest.py``, ``flatten.py``. The YAML of older versions is not supported.
+0.1.0, ``manifest.py``, ``flatten.py``. The YAML manifests of older versions are not supported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ckptctl.units import pluralize
 
 METADATA = ".snapshot_metadata"
 _Sizes = Mapping[str, int]
-"""Sizes of the data files in bytes."""
+"""Sizes of the data files in bytes, by file name."""
 _RANK_SHARDED_TYPES = ("ShardedTensor", "DTensor")
 SHARDED_TYPES = (*_RANK_SHARDED_TYPES, "ChunkedTensor")
 MAX_METADATA_BYTES = 1 << 30
@@ -68,7 +68,7 @@ Sizes = Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the snapshot in the folder *path*, whose format is called *name*."""
+    """Read the catalog of the snapshot in the folder *path*, with *name* as its format name."""
     where = str(path / METADATA)
     with source_files(path) as files:
         merger = RankMerger(files, faults := FaultCollector(path, options.partial))
@@ -120,7 +120,10 @@ def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: Man
 def _read_leaves(
     files: SourceFiles, sizes: _Sizes, entry: ManifestEntry
 ) -> Iterator[tuple[str, KeyPath, object]]:
-    """Yield the file, path and value of every leaf of one entry."""
+    """Yield the file name, path and value of every leaf of *entry*.
+
+    The file name is empty for values in the manifest itself.
+    """
     kind, path, shape = entry.kind, entry.path, entry.shape
     if kind in PRIMITIVE_TYPES:
         yield "", path, parse_primitive(entry.fields)
@@ -169,7 +172,7 @@ def _read_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _Manifest(Schema):
-    """Content of the manifest file."""
+    """Schema of ``.snapshot_metadata``."""
 
     world_size: Natural
     manifest: dict[str, dict[str, object]]
@@ -177,7 +180,7 @@ class _Manifest(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Shard(Schema):
-    """A box of a tensor and its location."""
+    """Schema of a shard or chunk in the manifest, with its location in ``tensor``."""
 
     offsets: Sizes
     sizes: Sizes
@@ -185,15 +188,15 @@ class _Shard(Schema):
 
 
 class ManifestEntry(NamedTuple):
-    """One leaf of the manifest.
+    """A tensor, object or primitive value in the manifest.
 
     Attributes:
-        rank: Rank of the leaf, or the lowest of several.
-        path: Keys from the root of that rank's state.
+        rank: Rank that saved the value, or the lowest of these ranks if it is sharded.
+        path: Keys from the root of the rank's state down to the value.
         kind: Type in the manifest, or ``empty`` for an empty dictionary or list.
-        fields: Fields of the leaf in the manifest.
-        parts: Boxes of a tensor on all ranks, or one for an object, with their locations.
-        shape: Global shape of a tensor.
+        fields: Fields of the entry in the manifest.
+        parts: Boxes of a tensor on all ranks, or one box for an object, each with its location.
+        shape: Global shape of a sharded tensor, or empty.
     """
 
     rank: int
@@ -209,10 +212,10 @@ class StoredRange(NamedTuple):
 
     Attributes:
         file: Name of the file.
-        byte_range: First byte and end of the byte range; None for the complete file.
-        serializer: Name of the serializer.
-        dtype: Name of the dtype in torch; empty for objects.
-        shape: Shape of the tensor or shard.
+        byte_range: Offsets of the first byte and of the end, or None for the complete file.
+        serializer: Name of the serializer, ``buffer_protocol`` or ``torch_save``.
+        dtype: Name of the torch dtype, or empty for objects.
+        shape: Shape of the tensor or shard, or empty for objects.
     """
 
     file: str
@@ -223,7 +226,10 @@ class StoredRange(NamedTuple):
 
 
 def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
-    """Read the leaves of all ranks, in rank order."""
+    """Read the entries of all ranks from the manifest, sorted by rank.
+
+    The shards of a tensor on all ranks are combined into one entry.
+    """
     where = str(files.root / METADATA)
     if _YAML.match(files.read(METADATA, 0, min(files.size(METADATA), 64))):
         raise FormatError(
@@ -266,7 +272,7 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
 
 
 def _add_global_shape(entry: ManifestEntry) -> ManifestEntry:
-    """Return *entry* with its recorded global shape, or else the shape that its shards span."""
+    """Return *entry* with its recorded global shape, or the shape that its shards span if None."""
     if entry.kind not in SHARDED_TYPES:
         return entry
     if not entry.parts:
@@ -286,7 +292,10 @@ def _parse_rank(path: str, world: int) -> int:
 
 
 def _map_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
-    """Map each path, with and without its rank, to the names directly below it."""
+    """Map each path in the manifest to the names directly below it.
+
+    Each path is a key of the result twice, with and without the leading rank.
+    """
     children: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
@@ -326,7 +335,7 @@ def _parse_path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 
 def _parse_range(kind: str, fields: Fields) -> StoredRange:
-    """Parse the location of a ``Tensor`` or an ``object``."""
+    """Parse the location, dtype and shape in *fields* of a ``Tensor`` or ``object`` entry."""
     location = fields.get("location")
     if not isinstance(location, str):
         raise MismatchError("a string", location, "location")
@@ -347,7 +356,7 @@ def _parse_range(kind: str, fields: Fields) -> StoredRange:
 
 
 def parse_primitive(fields: Fields) -> object:
-    """Parse the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
+    """Parse the value in *fields* of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
     kind, text = fields["type"], str(fields["serialized_value"])
     if kind == "int":
         return int(text)
@@ -367,7 +376,10 @@ def parse_primitive(fields: Fields) -> object:
 def read_file_sizes(
     files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: FaultCollector
 ) -> dict[str, int]:
-    """Return the sizes of the data files in bytes, and compare them with the manifest."""
+    """Map the names of data files to sizes in bytes, and compare them with the byte ranges.
+
+    Missing, truncated or contradicting files raise an error, or become findings in *faults*.
+    """
     sizes: dict[str, int] = {}
     ranges: dict[str, list[ByteRange]] = {}
     truncated: dict[str, tuple[int, str]] = {}
