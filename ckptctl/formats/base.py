@@ -98,7 +98,7 @@ class OutputRequest:
         tensors: Tensors in the order in which to store them.
         blobs: Non-tensor values.
         max_shard_size: Maximum tensor bytes per file.
-        mp: Number of model-parallel shards.
+        mp: Number of model-parallel ranks.
         rank_boxes: Function that returns the shard of a tensor on each model-parallel rank, or None
             for a rank that does not store the tensor. If this field is None, every rank stores all
             tensors in full.
@@ -111,13 +111,13 @@ class OutputRequest:
         family: Model family, or None if unknown.
         sizes: Sizes of the family's axes, by axis name.
         stack_layers: Whether to stack the tensors of equal layers, if the format supports it.
-        extensions: Extensions of the source catalog.
+        extensions: Model descriptions of the source catalog, in the config keys of trainers.
         adapter: Parsed ``adapter_config.json`` if the tensors are LoRA factors of an adapter, or
             None if they are the weights of a model.
         layout: Requested layout, or None for the format's own layout. A format that has no own
             layout then writes the layout of the source.
-        notes: Collects messages for the user, such as ties written as two copies, and values
-            skipped because the format cannot store them.
+        notes: Collector of messages for the user, for example about values that are skipped because
+            the format cannot store them.
     """
 
     name: str
@@ -164,7 +164,7 @@ class OutputLayout:
         files: Files that contain tensors, each with its frame, such as headers and trailers.
         records: Byte ranges that contain tensor boxes.
         boxes: Locations of the boxes of each tensor, by tensor name.
-        raw_copies: Byte ranges to copy unchanged.
+        raw_copies: Byte ranges of the source that are copied unchanged.
         contents: Contents of files without tensors, by file name.
         folder: Subfolder of the output that contains all of these files and the sidecar files, or
             empty if they are directly in the output folder.
@@ -197,7 +197,7 @@ class ReadOptions:
         ranks: Number of ranks that saved the checkpoint, for formats that do not record it.
         partial: Whether to read as much as possible of an incomplete checkpoint. Problems become
             :attr:`~ckptctl.catalog.Catalog.findings`, and tensors may have holes.
-        replicas: Whether to list :attr:`~ckptctl.catalog.Catalog.replicas`.
+        replicas: Whether to list replicated boxes in :attr:`~ckptctl.catalog.Catalog.replicas`.
         documents: Parsed ``config.json`` and ``params.json`` of the model whose shards are joined.
             If empty, the files next to the shards are read.
     """
@@ -256,7 +256,7 @@ class Format(ABC):
         wholeness: Human-readable criteria for a complete checkpoint. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that the format was tested against, in one line.
-        proof: Comparisons with other programs; each claim names its test.
+        proof: Comparisons with other programs, each with the name of its test.
         read_options: Names of the :class:`ReadOptions` fields that the format supports, besides
             ``model_type``.
         layout: Layout of the tensors, or None if the format can store any layout.
@@ -313,7 +313,7 @@ class Format(ABC):
         """
 
     def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
-        """Refine a catalog that was read with a more general format in :attr:`specializes`."""
+        """Add this format's information to a catalog that a format in :attr:`specializes` read."""
         return catalog
 
     def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:

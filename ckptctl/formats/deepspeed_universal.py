@@ -29,7 +29,7 @@ def _find_evidence(folder: TreePath) -> str | None:
 
 
 class DeepSpeedUniversalFormat(Format):
-    """Output of ``ds_to_universal.py``, or its parent folder with ``latest_universal``."""
+    """An output folder of ``ds_to_universal.py``, or its parent with ``latest_universal``."""
 
     name = "deepspeed-universal"
     title = "DeepSpeed's universal checkpoint"

@@ -1,4 +1,4 @@
-"""Detection of files in unsupported formats, and advice on how to convert them."""
+"""Detect files in unsupported formats, and advise how to convert them to a supported one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Readers, writers and checks that several formats share."""
+"""Code for reading, writing and checking checkpoints that several formats share."""

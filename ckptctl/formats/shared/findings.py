@@ -31,7 +31,7 @@ UNUSABLE_ERRORS = (DamagedError, SourceNotFoundError, StorageError, UnsupportedE
 """Errors that mean that a file is damaged, missing, unsupported or unreadable."""
 
 Lost = dict[str, tuple[tuple[Box, str], ...]]
-"""Lost boxes of each tensor, in the form of :attr:`ckptctl.catalog.Catalog.lost`."""
+"""Lost boxes by tensor name, each with its file, as in :attr:`ckptctl.catalog.Catalog.lost`."""
 
 MISSING_TENSOR_MESSAGE = "a tensor is missing"
 """Message of findings for a missing tensor whose dtype and shape are unknown."""
@@ -273,7 +273,7 @@ class FaultCollector:
             return None
 
     def require_supported_files(self, names: Sequence[str]) -> None:
-        """Raise the first error of the files *names* if all of their errors are format errors."""
+        """Raise the first error recorded for the files *names* if all of them are FormatErrors."""
         errors = [error for name in names if (error := self.unusable_files.get(name)) is not None]
         if errors and all(isinstance(error, FormatError) for error in errors):
             raise errors[0]

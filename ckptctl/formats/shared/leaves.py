@@ -45,7 +45,7 @@ UNSAFE_BUILTINS = frozenset(
 """Names of functions in ``builtins`` that execute code, or access files or the terminal."""
 FREE_NAME_CHARS = 1 << 23
 MEAN_NAME_CHARS = 512
-"""Limit per name, where N names may have ``FREE_NAME_CHARS + N * MEAN_NAME_CHARS`` characters."""
+"""Length per name, so that N names have at most ``FREE_NAME_CHARS + N * MEAN_NAME_CHARS``."""
 
 
 def flatten_object(

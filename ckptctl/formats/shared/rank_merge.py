@@ -209,9 +209,10 @@ class RankMerger:
             self._blobs[join_path(rank_path)] = Blob(join_path(rank_path), rank_path, value=value)
 
     def require_related_files(self, where: str) -> None:
-        """Raise if the files seem to be separate checkpoints instead of files of ranks.
+        """Raise FormatError if the files are separate checkpoints instead of files of ranks.
 
-        In this case, no tensor is sharded, and no tensor is equal in two files.
+        This is assumed if tensors of the same name differ, none of them is equal in two files, and
+        no tensor is sharded.
         """
         clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._equal_count and not any(t.sharded for t in self._tensors.values()):
