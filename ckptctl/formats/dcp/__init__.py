@@ -1,8 +1,9 @@
 """``torch.distributed.checkpoint`` directories.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items) and
-``metadata.py``. A ``.distcp`` file is a concatenation of ``torch.save`` zips, one per item.
-``.metadata`` maps each item to a box of a tensor or to a non-tensor value.
+``metadata.py``. A ``.distcp`` file is a concatenation of write items. Each item is a
+``torch.save`` zip with one tensor chunk or one non-tensor value. ``.metadata`` records the byte
+range of each item, and the shape and dtype of each tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ DATA_SUFFIX = ".distcp"
 
 
 class ItemFormat(Format):
-    """Format whose data files contain items that must be read to locate the elements."""
+    """Format that stores each tensor chunk as an item, such as a zip, around the raw elements.
+
+    Items must be read to find the byte ranges of the elements.
+    """
 
     def resolve_codecs(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve_codecs`."""
@@ -42,7 +46,7 @@ class ItemFormat(Format):
 
 
 class DcpFormat(ItemFormat, WritableFormat):
-    """A directory with a global ``.metadata``."""
+    """DCP checkpoint directory with one ``.metadata`` file for all ranks."""
 
     name = "dcp"
     other_names = ("fsdp", "fsdp2", "torchtitan")
@@ -80,7 +84,7 @@ class DcpFormat(ItemFormat, WritableFormat):
         return f"{METADATA} and {pluralize(count, f'{DATA_SUFFIX} file')}"
 
     def is_interrupted(self, listing: Listing) -> bool:
-        """Return whether there are data files but no metadata, which ranks write last."""
+        """Return whether data files exist without ``.metadata``, which a save writes last."""
         names = [name for name in listing.names if name.endswith((METADATA, DATA_SUFFIX))]
         if not listing.is_folder or listing.has_file(METADATA):
             return False
@@ -133,12 +137,12 @@ class DcpFormat(ItemFormat, WritableFormat):
 
 
 def format_metadata_name(rank: int) -> str:
-    """Return the name of the metadata file of *rank*, if each rank has its own."""
+    """Return the metadata file name of *rank* in a save where each rank writes its own metadata."""
     return f"__{rank}{METADATA}"
 
 
 def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:
-    """Yield notes on features that DCP does not support, and how they are written."""
+    """Yield notes on tied tensors and integer keys, which DCP cannot express."""
     leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:

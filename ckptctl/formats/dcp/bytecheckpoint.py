@@ -1,4 +1,4 @@
-"""Read ByteCheckpoint's ``.metadata`` and the tensor headers in it."""
+"""Read ByteCheckpoint directories, whose ``.metadata`` also contains a header for each chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 @dataclass(frozen=True, slots=True)
 class _RankMetadata(ObjectSchema):
-    """Attributes of ByteCheckpoint's ``Metadata``, with a header for each tensor."""
+    """Attributes of ByteCheckpoint's ``Metadata``, including the pickled header of each chunk."""
 
     all_tensor_metadata: dict[object, bytes | None]
     user_defined_dict: object = None
@@ -44,14 +44,17 @@ class _RankMetadata(ObjectSchema):
 
 @dataclass(frozen=True, slots=True)
 class _RankIndex(ObjectSchema):
-    """Attributes of ByteCheckpoint's ``MetadataIndex``."""
+    """Attributes of ByteCheckpoint's ``MetadataIndex``, which identifies a chunk of a tensor."""
 
     fqn: str
     offset: tuple[int, ...]
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the directory *path*."""
+    """Read the catalog of the ByteCheckpoint directory *path*.
+
+    Raises if the chunks do not exactly fill the data files, unless the read is partial.
+    """
     where = str(path / METADATA)
     with source_files(path) as files:
         root = load_pickle(
@@ -83,7 +86,7 @@ def _iterate_ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
 def _add_mismatch_findings(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: FaultCollector
 ) -> None:
-    """Add findings for existing files that do not match the metadata."""
+    """Add a finding for each existing data file that its chunks in the metadata do not fill."""
     by_file: dict[str, list[ByteRange]] = {}
     for byte_range in _iterate_ranges(leaves):
         by_file.setdefault(byte_range.file, []).append(byte_range)
@@ -97,7 +100,7 @@ def _add_mismatch_findings(
 
 
 def _unpickle_tensor_headers(root: object, where: str) -> _Views:
-    """Unpickle the tensor header of each item, by tensor name and offsets."""
+    """Unpickle the header of each chunk, and return the headers by tensor name and offsets."""
     views = {}
     with wrap_malformed_errors("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_RankMetadata, root)
@@ -128,7 +131,7 @@ def _unpickle_tensor_headers(root: object, where: str) -> _Views:
 
 
 def _to_raw_extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
-    """Convert the extent of an item to that of its raw elements."""
+    """Convert the extent of an item to the extent of its raw elements, checking its header."""
     view = views.get((entry.name, item.box.offsets))
     if view is None:
         raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)

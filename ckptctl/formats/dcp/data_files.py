@@ -1,4 +1,4 @@
-"""Lay out ``.distcp`` files, with one zip for each box of a tensor."""
+"""Lay out ``.distcp`` files, which contain one zip for each chunk of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ckptctl.storage.zips.zip_writer import ZipLayout, compute_zip_layout
 
 
 def assign_boxes_to_files(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
-    """Split the tensors of an output into boxes, and return those of each data file."""
+    """Split large tensors into chunks, and assign all chunks to data files.
+
+    Returns the ``(tensor, box)`` pairs of each data file.
+    """
     chunks: dict[tuple[str, tuple[int, ...]], tuple[OutputTensor, Box]] = {}
     for tensor in request.tensors:
         box_count = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
@@ -41,11 +44,11 @@ class DataFileBuilder:
 
     Attributes:
         files: The finished files.
-        records: Byte ranges of tensors in *files*.
-        places_by_name: Boxes of each tensor.
-        items: Byte range of the item of each ``(name, offsets)``; offsets are None for non-tensor
-            values.
-        raw_copies: Byte ranges of values that are copied unchanged.
+        records: Byte range of each chunk's elements in *files*.
+        places_by_name: Boxes of each tensor, with the indices of their records.
+        items: File and byte range of each item by ``(name, offsets)``. The offsets are None for
+            non-tensor values.
+        raw_copies: Non-tensor values whose bytes are copied unchanged from the source.
     """
 
     def __init__(self) -> None:
@@ -56,13 +59,13 @@ class DataFileBuilder:
         self.raw_copies: list[RawCopy] = []
 
     def begin_file(self, file: str) -> None:
-        """Start a file for the following items."""
+        """Start a new data file *file*, to which the following items are appended."""
         self.file = file
         self.size = 0
         self.zips: list[tuple[ZipLayout, int, int]] = []
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
-        """Append a box of a tensor, as a zip with one record."""
+        """Append *box* of a tensor to the current file, as a zip with one record."""
         nbytes = _box_nbytes(tensor, box)
         content = _encode_item_pickle(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
         layout = compute_zip_layout(content, [("0", nbytes)], base=self.size)
@@ -72,7 +75,7 @@ class DataFileBuilder:
         self._append_zip((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:
-        """Append a non-tensor value."""
+        """Append a non-tensor value to the current file."""
         if blob.file is None:
             layout = compute_zip_layout(dump_pickle(blob.value), [], base=self.size)
             self._append_zip((blob.name, None), layout, 0, 0)
@@ -82,7 +85,7 @@ class DataFileBuilder:
         self.size += blob.nbytes
 
     def finish_file(self) -> None:
-        """Finish the current file."""
+        """Finish the current file, and add it to *files*."""
         self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
 
     def _append_zip(
@@ -97,7 +100,7 @@ class DataFileBuilder:
 def _encode_item_pickle(
     dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool
 ) -> bytes:
-    """Return the ``data.pkl`` of an item, cached because thousands of experts share one."""
+    """Encode the ``data.pkl`` of an item, which is cached because experts have equal shapes."""
     stored = StorageTensor(
         storage_key="0",
         storage_nbytes=nbytes,

@@ -1,4 +1,4 @@
-"""Read a DCP directory, including the files that trainers add.
+"""Read a DCP directory, including ``meta.pt``, compressed items and safetensors data files.
 
 Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsdp.py``), whose keys
 ``consolidate_checkpoint`` puts at the top level. Items written with an extension, such as Zstandard
@@ -6,9 +6,9 @@ Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsd
 
 Data files of ``SerializationFormat.SAFETENSORS`` (``torch/distributed/checkpoint/filesystem.py``,
 ``_write_files_from_queue``) start with the non-tensor values, in zips as usual. All tensors of the
-file follow as one safetensors blob with a header. For each tensor, the metadata has the offset of
-that blob and the length of the elements. The header identifies tensors only by name, so if a tensor
-has several chunks in a file, only the last is kept.
+file follow as one safetensors blob with a header. For each tensor, the metadata contains the offset
+of that blob and the length of the elements. The header identifies tensors only by name, so if a
+tensor has several chunks in a file, torch keeps only the last one.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ COMPRESSED_NOTE = "the checkpoint is compressed; each item is decompressed into 
 WRITTEN_WITH_EXTENSION = "the items were written with an extension"
 SAFETENSORS_NOTE = "the data files are safetensors, which stock `dcp.load` does not read"
 MAX_EXPANSION = 1 << 15
-"""Maximum compression ratio: a block of four bytes can expand to 128 KiB."""
+"""Maximum compression ratio of Zstandard, in which a 4-byte block can expand to 128 KiB."""
 OFFSETS = "DCP_SHARDING_INFO"
 _HEADER_PREFIX_BYTES = 9
 
 
 def read_catalog(path: TreePath, metadata: str, options: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the directory *path* by its metadata file *metadata*."""
+    """Read the catalog of the DCP directory *path*, whose metadata file is *metadata*."""
     with source_files(path) as files:
         leaves, origin = read_metadata(files, metadata)
         faults = FaultCollector(path, options.partial)
@@ -83,7 +83,7 @@ def read_catalog(path: TreePath, metadata: str, options: ReadOptions, name: str)
 
 
 def resolve_dcp_items(catalog: Catalog) -> Catalog:
-    """Locate the element bytes of every item and read the non-tensor values."""
+    """Replace the extents of items with those of their raw elements, and read non-tensor values."""
     _require_decompressor(catalog)
     budget = MemoryBudget()
     with source_files(catalog.root) as files:
@@ -107,12 +107,12 @@ def resolve_dcp_items(catalog: Catalog) -> Catalog:
 
 
 def read_metadata(files: SourceFiles, name: str) -> DecodedMetadata:
-    """Read a metadata file; return its leaves and the identity of the save that wrote it."""
+    """Read a metadata file, and return its leaves and the identity of the save that wrote it."""
     return decode_metadata(read_metadata_file(files, name, MAX_METADATA), str(files.root / name))
 
 
 def _require_decompressor(catalog: Catalog) -> None:
-    """Raise if items are compressed and no Zstandard module is installed."""
+    """Raise an error if items are compressed and no Zstandard module is installed."""
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
     if catalog.computed and not needed:  # computed tensors may also be merged or dequantized
         extents = (e.file for entry in catalog.tensors.values() for e in entry.extents)
@@ -158,8 +158,8 @@ def build_catalog(
         name: Name of the format.
         faults: Collector of unusable files.
         notes: Notes for the user.
-        copy_ends: End of the last item of each data file with further copies.
-        zips: Whether items are ``torch.save`` zips instead of raw elements.
+        copy_ends: For each data file with replicas, the end in bytes of its last item.
+        zips: Whether items are ``torch.save`` zips. Otherwise, they are raw elements.
     """
     path = files.root
     if faults.partial:
@@ -207,7 +207,10 @@ def _locate_special_items(
     computed: dict[str, ComputedTensor],
     faults: FaultCollector,
 ) -> Sequence[str]:
-    """Locate compressed and safetensors items in *tensors*, and return notes about them."""
+    """Locate the elements of compressed and safetensors items, and return notes for the user.
+
+    Updates the entries in *tensors*, and adds the decompressed items to *computed*.
+    """
     compressed = [leaf for leaf in leaves if leaf.extension]
     unzipped = [leaf for leaf in leaves if not leaf.extension and _has_raw_item_length(leaf)]
     if not compressed and not unzipped:
@@ -223,7 +226,7 @@ def _locate_special_items(
 
 
 def _has_raw_item_length(leaf: MetadataLeaf) -> bool:
-    """Return whether the first item is exactly as long as its elements, so it is not a zip."""
+    """Return whether the first item has the byte length of its elements, so it is not a zip."""
     if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
     first = leaf.extents[0]
@@ -233,7 +236,7 @@ def _has_raw_item_length(leaf: MetadataLeaf) -> bool:
 def _check_data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copy_ends: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of the data files, or raise if one is missing or truncated."""
+    """Return the size of each data file in bytes, or raise if one is missing or truncated."""
     last_items = _find_last_items(leaves, copy_ends)
     sizes = read_file_sizes(
         files,
@@ -256,7 +259,10 @@ def _check_data_files(
 def _find_last_items(
     leaves: Mapping[str, MetadataLeaf], copy_ends: Mapping[str, int]
 ) -> dict[str, tuple[int, str]]:
-    """Return the end of the last item of each file, with the name of its leaf."""
+    """Map each data file to the end of its last item in bytes, and to the name of that leaf.
+
+    The name is empty if the end comes from *copy_ends*.
+    """
     last_items = {file: (end, "") for file, end in copy_ends.items()}
     for leaf in leaves.values():
         for file, _, end in leaf.ranges:
@@ -266,7 +272,7 @@ def _find_last_items(
 
 
 def _make_entry(leaf: MetadataLeaf) -> TensorEntry:
-    """Return the catalog entry of a tensor in the metadata, before its items are read."""
+    """Return the catalog entry of a tensor leaf. Its extents are items that are not read yet."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
         return TensorEntry.build_unreadable(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
@@ -282,7 +288,10 @@ def _make_entry(leaf: MetadataLeaf) -> TensorEntry:
 def _drop_unusable_leaves(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: FaultCollector
 ) -> dict[str, MetadataLeaf]:
-    """Drop extents and values in unusable files, and add a finding for each such file."""
+    """Drop the chunks and non-tensor values that are in missing, truncated or unreadable files.
+
+    Adds a finding for each such file.
+    """
     sizes: dict[str, int] = {}
     for file, (end, _) in _find_last_items(leaves, {}).items():
         if file in faults.unusable_files:
@@ -320,9 +329,9 @@ def _drop_unusable_leaves(
 
 
 def add_companion_leaves(files: SourceFiles, catalog: Catalog, faults: FaultCollector) -> Catalog:
-    """Add the leaves of Lightning's ``meta.pt`` to a catalog.
+    """Add the leaves of Lightning's ``meta.pt`` to a catalog, if the file exists.
 
-    Objects of a trainer's own classes become inert records, which can be read but not written.
+    Objects of unknown classes become inert records, which can be read but not written.
     """
     other_files = {name: why for name, why in catalog.others.items() if name != COMPANION_FILE}
     catalog = replace(catalog, others=other_files)
@@ -357,7 +366,10 @@ def add_leaves(files: SourceFiles, catalog: Catalog, name: str, leaves: Leaves) 
 def make_decompressed_entry(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, ComputedTensor]
 ) -> TensorEntry:
-    """Return a tensor whose compressed items are decompressed on reading, and extend *computed*."""
+    """Return a copy of *entry* that reads from decompressed items, which are added to *computed*.
+
+    The copy is marked as unreadable if the extension is unknown or the items are too short.
+    """
     if entry.unsupported:
         return entry
     if not is_zstd(leaf.extension):
@@ -390,7 +402,7 @@ def locate_safetensors_items(
     tensors: dict[str, TensorEntry],
     faults: FaultCollector,
 ) -> dict[str, TensorEntry]:
-    """Locate the tensors of *leaves* that are stored in safetensors blobs."""
+    """Return the tensors of *leaves* that are in safetensors blobs, with located elements."""
     headers: dict[tuple[str, int], SafetensorsHeader | None] = {}
     for extent in (item_extent for leaf in leaves for item_extent in tensors[leaf.name].extents):
         place = (extent.file, extent.offset)
@@ -417,7 +429,7 @@ def locate_safetensors_items(
 
 
 def _is_safetensors_header(files: SourceFiles, name: str, offset: int) -> bool:
-    """Return whether a safetensors header may start at this offset."""
+    """Return whether the bytes at *offset* look like the start of a safetensors header."""
     head = files.read_up_to(name, offset, _HEADER_PREFIX_BYTES)
     return head[8:] == b"{" and not head.startswith(b"PK\3\4")
 

@@ -1,9 +1,9 @@
 """Locate the elements of each box inside the items that ``.metadata`` lists.
 
-Each item is a ``torch.save`` zip in a ``.distcp`` file. The zip's byte range is replaced by that of
-its raw elements. A checkpoint of a thousand ranks has a million items, so the byte ranges of
-standard items, which have row-major elements and no checksum of a longer range, are stored in
-columns.
+Each item is a ``torch.save`` zip in a ``.distcp`` file. The byte range of the zip is replaced with
+the byte range of its raw elements. A checkpoint of a thousand ranks has a million
+items, so the byte ranges of standard items, which have row-major elements and no checksum of a
+longer range, are stored in columns.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 ReadItem = Callable[[str, int, int], tuple[StoredTensor, int, int]]
-"""Reads the item at a file, offset and length.
+"""Function that reads the item at ``(file, offset, length)``.
 
-Returns a tensor, possibly that of an earlier item with the same pattern; the shift to add to its
-offsets; and the CRC-32 of its elements, which is only valid if the tensor has one. See
+It returns a tensor, a number of bytes to add to the tensor's offset, and the CRC-32 of the
+elements. The tensor may come from an earlier item with the same pattern. The CRC-32 is only valid
+if the tensor has one. See
 :func:`~ckptctl.storage.zips.items.read_item_by_pattern`.
 """
 _ItemPosition = tuple[int, int, "_TensorLocator"]
-"""First byte of an item, index of its extent, and the locator of its tensor."""
+"""Byte offset of an item in its file, index of its extent, and the locator of its tensor."""
 
 
 class _TensorLocator:
-    """Locator of the elements of one tensor, whose items are read in any order.
+    """Locator of one tensor's elements inside its items, which can be read in any order.
 
     Attributes:
         entry: Tensor with the extents of its items.
-        unread: Reason why its elements cannot be read; empty if they can.
+        unread: Reason why the elements cannot be read, or an empty string if they can.
     """
 
     __slots__ = ("_columns", "_crcs", "_extents_by_index", "_lengths", "_starts", "entry", "unread")
@@ -68,7 +69,7 @@ class _TensorLocator:
         )
 
     def locate_extent(self, extent_index: int, root: TreePath, read_item: ReadItem) -> None:
-        """Read the item of extent *extent_index* and record where its elements are."""
+        """Read the item of extent *extent_index*, and record the byte range of its elements."""
         columns, entry = self._columns, self.entry
         if columns is None:
             self._extents_by_index[extent_index] = resolve_extent(
@@ -93,7 +94,10 @@ class _TensorLocator:
         self._crcs[extent_index] = NO_CRC if tensor.crc32 is None else crc32
 
     def build_entry(self) -> TensorEntry:
-        """Return the tensor with the located extents."""
+        """Return the tensor with the extents of its raw elements.
+
+        The tensor has no extents and is marked as unsupported if an item cannot be read.
+        """
         if self.unread:
             return replace(self.entry, extents=(), unsupported=self.unread)
         columns = self._columns
@@ -116,7 +120,7 @@ class _TensorLocator:
 def locate_elements(
     files: SourceFiles, tensors: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Read all items of *tensors* and replace their extents with those of the elements.
+    """Read all items of *tensors*, and replace their extents with the extents of raw elements.
 
     Items are read file by file, in the order of their offsets. If the elements of an item cannot be
     read, its tensor is marked as unsupported.
@@ -146,7 +150,7 @@ def locate_elements(
 
 
 def _iterate_prefetch_offsets(file: str, place: _ItemPosition) -> Iterator[FileOffset]:
-    """Yield the offsets at which the zip of an item is read."""
+    """Yield the first and last byte of an item's zip, where its headers are read."""
     start, number, locator = place
     extent = locator.entry.extents[number]
     if extent.codec != "raw":
@@ -157,7 +161,7 @@ def _iterate_prefetch_offsets(file: str, place: _ItemPosition) -> Iterator[FileO
 def resolve_extent(
     root: TreePath, read_item: ReadItem, entry: TensorEntry, extent: Extent
 ) -> Extent:
-    """Read the item of *extent*, and return the extent of its elements.
+    """Read the item of *extent*, and return the extent of its raw elements.
 
     Raises:
         CkptError: The item is damaged, or does not match the metadata.

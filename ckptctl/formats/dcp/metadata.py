@@ -28,11 +28,14 @@ from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 from ckptctl.storage.schema import ObjectSchema, read_as, wrap_malformed_errors
 
 MAX_METADATA = 4 << 30
-"""Limit for reading and writing; metadata of 405B parameters on 8,192 ranks is smaller."""
+"""Maximum size in bytes of a ``.metadata`` file that is read or written.
+
+The metadata of a model with 405B parameters on 8,192 ranks is smaller.
+"""
 CKPTCTL_KEY = "ckptctl"
-"""Additional attribute of the metadata, a dictionary that torch ignores."""
+"""Attribute of ``Metadata`` for ckptctl's own dictionary, which torch ignores."""
 WORLD_SIZE_KEY = "world_size"
-"""Key in that dictionary for the world size of the save."""
+"""Key of the save's world size in the dictionary :data:`CKPTCTL_KEY`."""
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 _VESCALE = "vescale.checkpoint.storage.filesystem"
@@ -60,15 +63,18 @@ FLATTENED_REASON = (
 )
 _OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 ItemRange = tuple[str, int, int]
-"""File, first byte and number of bytes."""
+"""Byte range of an item, as ``(file, first byte, number of bytes)``."""
 ItemPlace = tuple[str, Vector | None, str, int, int]
-"""Name, offsets and range of an item."""
+"""Item of a leaf, as ``(leaf name, box offsets, file, first byte, number of bytes)``.
+
+The offsets are None for a non-tensor value.
+"""
 BoxCache = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
-"""Boxes of tensors by offsets and sizes, because many tensors are split alike."""
+"""Boxes of a tensor by their offsets and sizes, cached because many tensors are split alike."""
 
 
 class Item(NamedTuple):
-    """One write item, which is a ``torch.save`` zip in a data file."""
+    """Byte range of one write item, which is a ``torch.save`` zip in a data file."""
 
     file: str
     offset: int
@@ -80,16 +86,16 @@ class MetadataLeaf:
     """One entry of the state dict.
 
     Attributes:
-        name: Fully qualified name.
-        path: Keys from the root of the saved object.
-        extents: Boxes of a tensor, with the byte ranges of their items.
-        item: Item of a non-tensor value.
-        dtype: torch's name; empty for a non-tensor value.
-        shape: Global shape.
+        name: Fully qualified name (FQN).
+        path: Dictionary keys and list indices from the root of the state dict to the leaf.
+        extents: Boxes of a tensor and byte ranges of their items. Empty for a non-tensor value.
+        item: Byte range of a non-tensor value, or None for a tensor.
+        dtype: Name of the torch dtype, or an empty string for a non-tensor value.
+        shape: Global shape of the tensor.
         requires_grad: Recorded ``requires_grad`` of a tensor.
-        extension: Extension that its items were written with, as in ``stream.zstd/1``; empty if
-            none.
-        unread: Reason why its elements cannot be read; empty if they can.
+        extension: Name of the DCP extension that wrote the items, such as ``stream.zstd/1``, or an
+            empty string.
+        unread: Reason why the elements cannot be read, or an empty string if they can.
     """
 
     name: str
@@ -104,7 +110,7 @@ class MetadataLeaf:
 
     @property
     def ranges(self) -> Iterable[tuple[str, int, int]]:
-        """File, first byte and end of each item."""
+        """``(file, first byte, end)`` of each item of this leaf."""
         if self.item is None:
             return get_byte_ranges(self.extents)
         return [(self.item.file, self.item.offset, self.item.offset + self.item.nbytes)]
@@ -114,11 +120,11 @@ NO_EXTENTS = ExtentColumns(BoxColumns((), ()), (), (), ())
 
 
 class Origin(NamedTuple):
-    """Identity of the save that wrote metadata, as far as recorded.
+    """Identity of the save that wrote a ``.metadata`` file.
 
     Attributes:
-        save_id: Unique id of the save; empty if not recorded.
-        world: World size; 0 if not recorded.
+        save_id: Unique id of the save, or an empty string if not recorded.
+        world: World size of the save, or 0 if not recorded.
     """
 
     save_id: str = ""
@@ -129,7 +135,7 @@ UNKNOWN_ORIGIN = Origin()
 
 
 class DecodedMetadata(NamedTuple):
-    """Content of a ``.metadata`` file."""
+    """Leaves of a parsed ``.metadata`` file, and the origin of its save."""
 
     leaves: dict[str, MetadataLeaf]
     origin: Origin
@@ -146,12 +152,12 @@ class _Metadata(ObjectSchema):
 
 
 class _IndexRecord(Inert):
-    """Record of a ``MetadataIndex``, compared like torch's by name and offsets."""
+    """Record of a ``MetadataIndex``, which is compared by name and offsets, as in torch."""
 
     __slots__ = ()
 
     def get_key(self) -> tuple[object, ...]:
-        """See :meth:`Inert.get_key`. Valid records have a cheaper key, as there are many."""
+        """See :meth:`Inert.get_key`. Valid records use a key that is fast to compute."""
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
@@ -193,7 +199,10 @@ TABLE: Mapping[tuple[str, str], object] = {
 
 
 def decode_metadata(raw: bytes, where: str) -> DecodedMetadata:
-    """Parse a ``.metadata`` file; return its leaves and the identity of the save."""
+    """Parse a ``.metadata`` file, and return its leaves and the identity of the save.
+
+    *where* is the path for error messages.
+    """
     try:
         return _decode_pickle(raw, where, Scanner())
     except CkptError:  # the slow path raises the exact error
@@ -210,7 +219,7 @@ def _decode_pickle(raw: bytes, where: str, scanner: Scanner | None = None) -> De
 
 
 def extract_origin(root: object) -> Origin:
-    """Return the origin of an unpickled ``.metadata``."""
+    """Return the save id and the world size recorded in an unpickled ``.metadata``."""
     metadata = _state_or_empty(root)
     save_id = _state_or_empty(metadata.get("storage_meta")).get("save_id")
     extra = metadata.get(CKPTCTL_KEY)
@@ -229,9 +238,9 @@ def _state_or_empty(record: object) -> Mapping[str, object]:
 def extract_metadata_leaves(
     root: object, where: str, used_runs: list[ChunkRun | PlaceRun] | None = None
 ) -> dict[str, MetadataLeaf]:
-    """Return the leaves of an unpickled ``.metadata``, as :func:`decode_metadata` does.
+    """Return the leaves of an unpickled ``.metadata`` by name.
 
-    Appends the scanned runs of entries in *root* to *used_runs*.
+    If *used_runs* is given, appends each run of scanned entries in *root* to it.
     """
     with wrap_malformed_errors("this is not the metadata of a DCP checkpoint", where):
         return _build_leaves(
@@ -282,7 +291,7 @@ def _build_leaves(
 
 
 def refuse_duplicate_paths(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
-    """Raise if two names have the same key path."""
+    """Raise an error if two leaves have the same path in the state dict."""
     first: dict[Path, str] = {}
     for name, leaf in leaves.items():
         existing = first.setdefault(leaf.path, name)
@@ -315,7 +324,10 @@ def _parse_tensor(
 
 
 def _parse_properties(properties: object) -> tuple[str, bool]:
-    """Return dtype and requires_grad from a state tuple, or from a dict in old versions."""
+    """Return the dtype and ``requires_grad`` of a pickled ``TensorProperties``.
+
+    Its state is a tuple, or a dict in old torch versions.
+    """
     state = properties.state if isinstance(properties, Inert) else None
     values = tuple(state.values()) if isinstance(state, dict) else state
     if not isinstance(values, tuple) or len(values) < 3:
@@ -337,12 +349,12 @@ class LeafItems:
     """Byte ranges of the items of one leaf, in the order of the pickle.
 
     Attributes:
-        offsets: Offsets of the boxes; empty for a non-tensor value.
+        offsets: Offsets of each box. Empty for a non-tensor value.
         files: File of each box's item.
         starts: First byte of each box's item.
         lengths: Length of each box's item in bytes.
-        first: First item, also for a non-tensor value.
-        extension: torch's name of the extension that all items were written with; empty if none.
+        first: Byte range of the first item, which is the only one of a non-tensor value.
+        extension: Name of the DCP extension that wrote all items, or an empty string.
     """
 
     __slots__ = ("extension", "files", "first", "lengths", "offsets", "starts")
@@ -357,12 +369,12 @@ class LeafItems:
 
     @property
     def columns(self) -> tuple[list[Vector], list[str], list[int], list[int]]:
-        """The columns ``(offsets, files, starts, lengths)``."""
+        """The attributes ``(offsets, files, starts, lengths)`` as a tuple."""
         return self.offsets, self.files, self.starts, self.lengths
 
 
 def get_record_state(record: object) -> Mapping[str, object]:
-    """Return the attributes of a metadata record."""
+    """Return the attributes of an unpickled metadata object, or raise TypeError."""
     state = record.state if isinstance(record, Inert) else None
     if not isinstance(state, dict):
         raise TypeError(f"expected a metadata record, found {type(record).__name__}")
@@ -370,12 +382,12 @@ def get_record_state(record: object) -> Mapping[str, object]:
 
 
 def parse_chunk(fields: Mapping[str, object]) -> ChunkRun:
-    """Parse a ``ChunkStorageMetadata``."""
+    """Parse the attributes of a ``ChunkStorageMetadata`` into a run of one chunk."""
     return ChunkRun((parse_integers(fields["offsets"]),), (parse_integers(fields["sizes"]),))
 
 
 def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
-    """Join runs into the boxes of a tensor, or reuse equal boxes in *box_cache*."""
+    """Join the chunks of *runs* into the boxes of a tensor, reusing equal boxes in *box_cache*."""
     offsets = tuple(chain.from_iterable(run.offsets for run in runs))
     sizes = tuple(chain.from_iterable(run.sizes for run in runs))
     return box_cache.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
@@ -384,7 +396,10 @@ def join_boxes(runs: Sequence[ChunkRun], box_cache: BoxCache) -> BoxColumns:
 def match_boxes_to_items(
     name: str, boxes: BoxColumns, stored: LeafItems | None, where: str
 ) -> ExtentColumns:
-    """Match the *boxes* of a tensor with their stored items."""
+    """Return the extents of a tensor by matching its *boxes* with its items by offsets.
+
+    Raises if a box has no item.
+    """
     offsets, files, starts, lengths = stored.columns if stored else ([], [], [], [])
     if offsets == list(boxes.offsets):
         return ExtentColumns(boxes, files, starts, lengths)
@@ -412,7 +427,7 @@ def match_boxes_to_items(
 def collect_items(
     storage_data: Mapping[object, object], where: str, used_runs: list[ChunkRun | PlaceRun]
 ) -> dict[str, LeafItems]:
-    """Return the items of each leaf in ``storage_data``, and append scanned runs to *used_runs*."""
+    """Group the items in *storage_data* by leaf name, and append scanned runs to *used_runs*."""
     stored: dict[str, LeafItems] = {}
     checked_files: dict[str, str] = {}
     names_without_box: list[str] = []
@@ -452,7 +467,7 @@ def collect_items(
 
 
 def _parse_place(key: Mapping[str, object], value: Mapping[str, object]) -> tuple[ItemPlace, str]:
-    """Return the name, box offsets and byte range of an item, and the extension that wrote it."""
+    """Parse a ``MetadataIndex`` and a ``_StorageInfo`` into an item and its extension name."""
     file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
         raise TypeError(f"the storage of `{key['fqn']}` is not a file range")

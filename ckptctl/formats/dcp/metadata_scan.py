@@ -1,4 +1,4 @@
-"""Read many entries of a ``.metadata`` pickle at once if they have torch's usual form.
+"""Read many entries of a ``.metadata`` pickle at once if they have torch's usual opcodes.
 
 A tensor with one chunk takes 112 opcodes, and 512 ranks have half a million such tensors. A tensor
 of a thousand ranks has as many chunks, and the dict of byte ranges has a million entries. All
@@ -48,11 +48,11 @@ _INFO = rb"(%b%b)(%b|%b)(%b)(%b)(%b)(%b)ub" % (
     *(_REF, _INT, _REF, _INT),
 )
 _OR_EMPTY = rb"|"
-"""Suffix with which a pattern also matches nothing, so that ``finditer`` never skips bytes."""
+"""Regex suffix for an empty alternative, so that ``finditer`` stops instead of skipping bytes."""
 _TOKEN = re.compile(rb"%b|%b|." % (_REF, _INT), re.DOTALL)
 _SHORT_TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
 _Target = str | tuple[str]
-"""Target of a memo reference, either a string or a tuple with the name of a class."""
+"""Target of a memo reference, which is a string, or a 1-tuple with the name of a class."""
 _SIZE = ("Size",)
 _CHUNK_HEAD = (("ChunkStorageMetadata",), "offsets", _SIZE)
 _CHUNK_MIDDLE = ("sizes", _SIZE)
@@ -67,20 +67,23 @@ _TENSOR_HEAD_TARGETS: list[_Target] = [
     "size",
 ]
 MAX_RECENT_NAMES = 1 << 14
-"""Number of recent names to keep by memo index; a rank with several chunks refers to them."""
+"""Maximum number of cached tensor names by memo index.
+
+Items of further chunks of a tensor refer to its name.
+"""
 MAX_CHUNKS = 64
-"""Maximum number of chunks of a tensor read at once; batches interrupt longer lists."""
+"""Maximum number of chunks in the list of a tensor that is scanned as a single entry."""
 
 
 class ChunkRun(NamedTuple):
-    """A run of ``ChunkStorageMetadata`` in a list."""
+    """Offsets and sizes of consecutive ``ChunkStorageMetadata`` entries in a list."""
 
     offsets: Sequence[Vector]
     sizes: Sequence[Vector]
 
 
 class ScannedTensor(NamedTuple):
-    """A ``TensorStorageMetadata``."""
+    """A scanned ``TensorStorageMetadata``."""
 
     dtype: str
     requires_grad: bool
@@ -89,7 +92,7 @@ class ScannedTensor(NamedTuple):
 
 
 class PlaceRun(NamedTuple):
-    """A run of ``MetadataIndex`` and ``_StorageInfo`` pairs, stored as one value of a dict."""
+    """Consecutive ``(MetadataIndex, _StorageInfo)`` pairs, stored as one value of a dict."""
 
     names: Sequence[str]
     offsets: Sequence[Vector | None]
@@ -99,7 +102,7 @@ class PlaceRun(NamedTuple):
 
 
 class _Memo(dict[int, object]):
-    """The unpickler's memo, which recreates the entries that runs skip when they are used."""
+    """The unpickler's memo, which recreates entries skipped by the scanner when they are used."""
 
     def __init__(self, recall: Callable[[int], object]) -> None:
         self._recall = recall
@@ -109,12 +112,12 @@ class _Memo(dict[int, object]):
 
 
 class Scanner:
-    """Hook of the unpickler that reads many usual entries at once after a BUILD opcode.
+    """Hook of the unpickler that scans many consecutive entries at once after a BUILD opcode.
 
     Attributes:
         memo: The unpickler's memo.
         taken: Number of memo indices used by scanned entries that are not in the memo.
-        sizes: Functions that count the values represented by an object, by class.
+        sizes: For each class of scanned objects, a function that counts the values in an object.
         entries: Number of scanned chunks and items.
     """
 
@@ -148,7 +151,10 @@ class Scanner:
     def __call__(
         self, data: bytes, pos: int, stack: list[object], outer: list[list[object]]
     ) -> int:
-        """Read the usual entries at *pos* onto *stack*, and return the position after them."""
+        """Scan the entries at *pos*, push them onto *stack*, and return the position after them.
+
+        Returns *pos* if the bytes there do not have the usual opcodes.
+        """
         if not outer or not outer[-1]:
             return pos
         self._data = data
@@ -207,7 +213,7 @@ class Scanner:
     def _read_chunks(
         self, pos: int, max_chunks: int | None = None
     ) -> tuple[list[tuple[bytes, bytes]], int]:
-        """Return the raw offsets and sizes of chunks, and the position after them."""
+        """Return the encoded ``(offsets, sizes)`` of the chunks at *pos*, and the end position."""
         boxes: list[tuple[bytes, bytes]] = []
         usual: tuple[bytes, bytes] | None = None
         last: re.Match[bytes] | None = None
@@ -280,7 +286,7 @@ class Scanner:
         return last.end()
 
     def _record_run(self, run: ChunkRun | PlaceRun, pos: int, numbers: int, memo_size: int) -> None:
-        """Record a run that used *numbers* memo indices after *memo_size* existing entries."""
+        """Record a run at *pos* that used *numbers* memo indices after *memo_size* entries."""
         count = len(run.offsets)
         self._created_runs.append(run)
         self._runs.append((memo_size + self.taken, pos, count, type(run) is ChunkRun))
@@ -288,13 +294,13 @@ class Scanner:
         self.entries += count
 
     def is_every_run_used_once(self, used_runs: Iterable[ChunkRun | PlaceRun]) -> bool:
-        """Return whether each run is in *used_runs* exactly once, and none is in the memo."""
+        """Return whether *used_runs* has each scanned run exactly once, and the memo has none."""
         kinds = {*map(type, self.memo.values())}
         once = sorted(map(id, self._created_runs)) == sorted(map(id, used_runs))
         return once and not kinds & {ChunkRun, PlaceRun}
 
     def _recreate_memo_entry(self, number: int) -> object:
-        """Return the memo entry that a run would have created."""
+        """Recreate memo entry *number*, which the scanner skipped, by rescanning its run."""
         index = bisect_right(self._runs, number, key=itemgetter(0)) - 1
         if index not in self._recalled_entries:
             self._recalled_entries[index] = (
@@ -322,7 +328,10 @@ class Scanner:
             number += 2 + (match[8][0] == _SHORT_TEXT)
 
     def _resolve_string(self, raw: bytes) -> str | None:
-        """Return a literal or referenced string, or None if it is unusual."""
+        """Decode a string literal, or resolve a memo reference to a string.
+
+        Returns None for any other encoding or value.
+        """
         if raw[0] == _SHORT_TEXT:
             usual = raw[1] == len(raw) - 3  # matches the length in its opcode
             text = str(raw[2:-1], "utf-8", "surrogatepass") if usual else None
@@ -334,7 +343,10 @@ class Scanner:
         return text
 
     def _resolve_offsets(self, size: bytes, dims: bytes | None) -> Vector | None:
-        """Return a literal or referenced ``torch.Size``, or None if it is unusual."""
+        """Decode a ``torch.Size`` from *dims*, or resolve *size* as a memo reference if it is None.
+
+        Returns None for any other encoding or value.
+        """
         if dims is not None:
             if not self._is_reference_to(size, (_SIZE,)):
                 return None
@@ -347,7 +359,7 @@ class Scanner:
         return offsets
 
     def _resolve_reference(self, raw: bytes) -> object:
-        """Resolve a memo reference, or return None if it is undefined or being scanned."""
+        """Resolve a memo reference, or return None if the memo has no such entry yet."""
         number = _parse_reference(raw)
         try:
             return self._recent_names.get(number) or self.memo[number]
@@ -355,7 +367,7 @@ class Scanner:
             return None
 
     def _is_reference_to(self, raw: bytes, names: tuple[_Target, ...]) -> bool:
-        """Return whether the references in *raw* are the strings and classes in *names*."""
+        """Return whether the memo references in *raw* refer to the strings and classes *names*."""
         known_bytes = self._known_bytes.setdefault(names, set())
         if raw in known_bytes:
             return True
@@ -368,7 +380,10 @@ class Scanner:
         return True
 
     def _parse_tensor_head(self, raw: bytes) -> tuple[str, bool] | None:
-        """Return dtype and ``requires_grad`` of tensors that start with *raw*, or None."""
+        """Return the dtype and ``requires_grad`` of the tensors whose pickle starts with *raw*.
+
+        Returns None if *raw* does not have the usual opcodes or the dtype is unknown.
+        """
         values = [self.memo[_parse_reference(token)] for token in _find_references(raw)]
         names = [_get_target_name(value) for value in values]
         dtype = values[3]

@@ -1,6 +1,7 @@
 """Write the ``.metadata`` pickle of a DCP directory, half a million chunks in seconds.
 
-The object is that of ``torch/distributed/checkpoint/metadata.py``, in protocol 4 like torch's.
+The pickle contains a ``Metadata`` object of ``torch/distributed/checkpoint/metadata.py`` and uses
+protocol 4, as in torch.
 Classes and attribute names come first, each memoized and popped, so that all later entries have the
 same opcodes. Within an entry, the opcodes are those of the C pickler (``Modules/_pickle.c``).
 """
@@ -36,7 +37,7 @@ _STATE = b")\x81\x94}\x94("
 _Leaf = OutputTensor | Blob
 _Offsets = tuple[int, ...] | None
 LocatedChunk = tuple[_Offsets, str, int, int]
-"""Offsets of a chunk, its file, first byte and length; offsets are None for non-tensor values."""
+"""Item as ``(offsets, file, first byte, length)``. Offsets are None for non-tensor values."""
 
 
 def encode_metadata(
@@ -46,7 +47,7 @@ def encode_metadata(
     items: Mapping[tuple[str, _Offsets], Item],
     origin: Origin = UNKNOWN_ORIGIN,
 ) -> bytes:
-    """Encode a ``.metadata`` file for stock ``dcp.load``."""
+    """Encode the content of a ``.metadata`` file that stock ``dcp.load`` reads."""
     chunks = ([place.box for place in places_by_name[tensor.name]] for tensor in tensors)
     by_name = groupby(items.items(), key=lambda pair: pair[0][0])
     located = (
@@ -56,7 +57,7 @@ def encode_metadata(
 
 
 class EncodedTensorMetadata:
-    """Encoded ``.metadata`` of all tensors, to which non-tensor values are added later."""
+    """Encoded ``.metadata`` of all tensors, reusable with different non-tensor values."""
 
     def __init__(self, writer: _MetadataWriter) -> None:
         self._content = bytes(writer.out)
@@ -67,7 +68,7 @@ class EncodedTensorMetadata:
     def add_values(
         self, values: Sequence[tuple[_Leaf, Item]], origin: Origin = UNKNOWN_ORIGIN
     ) -> tuple[bytes, bytes]:
-        """Add *values* with their items, and return the ``.metadata`` as two byte strings.
+        """Return the complete ``.metadata``, including *values*, as two consecutive byte strings.
 
         Values are non-tensor values, or unsharded tensors with the dtype of an encoded tensor.
         """
@@ -91,7 +92,10 @@ class EncodedTensorMetadata:
 
 
 def _check_readable(content: bytes, preceding_bytes: int = 0) -> bytes:
-    """Return *content*, or raise if it would be too large to read, including *preceding_bytes*."""
+    """Return *content*, or raise if the file would exceed :data:`MAX_METADATA`.
+
+    *preceding_bytes* of the file come before *content*.
+    """
     if preceding_bytes + len(content) > MAX_METADATA:
         raise RefusedError(
             "the metadata would be too large to read",
@@ -107,7 +111,7 @@ def encode_tensor_metadata(
     boxes: Sequence[Sequence[Box]],
     items: Iterable[tuple[str, Iterable[LocatedChunk]]],
 ) -> EncodedTensorMetadata:
-    """Encode a ``.metadata`` of tensors, to which non-tensor values can be added.
+    """Encode the ``.metadata`` of *tensors*, to which non-tensor values can be added later.
 
     A list in *boxes* that several tensors share is only encoded once.
     """
@@ -120,7 +124,7 @@ def _write_entries(
     blobs: Sequence[Blob],
     items: Iterable[tuple[str, Iterable[LocatedChunk]]],
 ) -> _MetadataWriter:
-    """Write all entries of a ``.metadata``, and return the unfinished writer."""
+    """Write the entries of all tensors and blobs, and return a writer without the pickle's end."""
     writer = _MetadataWriter(tensors)
     writer.begin_section("state_dict_metadata")
     for tensor, chunks in zip(tensors, boxes, strict=True):
@@ -137,18 +141,18 @@ def _write_entries(
 
 
 class _MetadataWriter:
-    """Writer of pickle opcodes.
+    """Writer of the pickle opcodes of a ``.metadata`` file.
 
     Attributes:
-        out: The pickle so far.
+        out: Opcodes that have been written so far.
         memo_count: Number of memo entries.
-        strings: Memo references of strings.
-        dicts: Memo references of the dicts of the metadata.
+        strings: Memo reference of each string.
+        dicts: Memo reference of each dict in ``Metadata``, by attribute name.
         sizes: Encoded ``torch.Size`` objects by value.
-        encoded_ranges: Encoded offsets and lengths of items, by their values.
-        encoded_chunk_lists: Encoded chunks and their number of memo entries, by the id of the list
-            of boxes. A reference to the list keeps its id valid.
-        batch_pair_count: Number of pairs in the current batch of the current dict.
+        encoded_ranges: Encoded byte ranges by ``(first byte, length)``.
+        encoded_chunk_lists: ``(boxes, encoded chunks, number of memo entries)`` by ``id(boxes)``.
+            The reference to the list *boxes* keeps its id valid.
+        batch_pair_count: Number of key-value pairs in the current batch of the current dict.
         closing_opcodes: Opcodes that close the current dict.
     """
 
@@ -189,7 +193,7 @@ class _MetadataWriter:
         self.memo_count += 2
 
     def drop_output(self) -> None:
-        """Drop the output so far and all caches."""
+        """Clear the written opcodes and the caches of encoded values."""
         self.out, self.sizes, self.encoded_ranges, self.encoded_chunk_lists = (
             bytearray(),
             {},
@@ -198,20 +202,20 @@ class _MetadataWriter:
         )
 
     def begin_section(self, name: str) -> None:
-        """Begin the next dict of the metadata."""
+        """Close the current dict, and begin a new dict as the attribute *name* of ``Metadata``."""
         self._close_section()
         self.out += self.encode_text(name) + b"}\x94("
         self.dicts[name] = self._next_reference()
         self.closing_opcodes = b"u"
 
     def reopen_section(self, name: str) -> None:
-        """Reopen the dict *name*, to which further pairs are added."""
+        """Reopen the finished dict *name*, so that more key-value pairs can be added."""
         self._close_section()
         self.out += self.dicts[name] + b"("
         self.closing_opcodes = b"u0"
 
     def write_tensor(self, tensor: OutputTensor, boxes: Sequence[Box]) -> None:
-        """Write a ``TensorStorageMetadata`` under its name."""
+        """Write the name and the ``TensorStorageMetadata`` of a tensor."""
         self._count_pair()
         grad = b"\x88" if tensor.requires_grad else b"\x89"
         flags = self.dtypes[tensor.dtype] + self.strided + grad + self.contiguous + b"\x89t\x94b"
@@ -226,13 +230,13 @@ class _MetadataWriter:
         self.out += chunks + b"ub"
 
     def write_blob(self, blob: Blob) -> None:
-        """Write a ``BytesStorageMetadata`` under its name."""
+        """Write the name and the ``BytesStorageMetadata`` of a non-tensor value."""
         self._count_pair()
         self.out += self.encode_text(blob.name) + self.empty
         self.memo_count += 1
 
     def write_path(self, leaf: OutputTensor | Blob) -> None:
-        """Write the path of a leaf, as strings and integer list positions."""
+        """Write the name and the path of a leaf, in which list indices are integers."""
         self._count_pair()
         name = self.encode_text(leaf.name)
         keys = [
@@ -258,7 +262,7 @@ class _MetadataWriter:
         self.out += b"".join(parts)
 
     def finish_pickle(self, origin: Origin) -> bytes:
-        """Return the complete pickle."""
+        """Write *origin* and the last opcodes, and return the output as bytes."""
         self._close_section()
         if origin.world:
             self.out += self.encode_text(CKPTCTL_KEY) + b"}" + self._memoize()
@@ -277,12 +281,12 @@ class _MetadataWriter:
         return bytes(self.out)
 
     def _memoize(self) -> bytes:
-        """Return the opcode that memoizes an object."""
+        """Count a memo entry, and return the MEMOIZE opcode."""
         self._next_reference()
         return b"\x94"
 
     def encode_text(self, text: str) -> bytes:
-        """Return *text* encoded the first time, and its memo reference later."""
+        """Encode *text* when it first occurs, and return its memo reference afterwards."""
         reference = self.strings.get(text)
         if reference is not None:
             return reference
@@ -293,7 +297,7 @@ class _MetadataWriter:
         return b"X" + len(raw).to_bytes(4, "little") + raw + b"\x94"
 
     def _encode_chunks(self, boxes: Sequence[Box]) -> tuple[bytes, int]:
-        """Encode the chunks of a tensor, and return their number of memo entries."""
+        """Encode the chunks of a tensor, and count the memo entries that they create."""
         parts: list[bytes] = []
         for start in range(0, len(boxes), BATCH_SIZE):
             batch = b"".join(map(self._encode_chunk, boxes[start : start + BATCH_SIZE]))
@@ -305,7 +309,7 @@ class _MetadataWriter:
         return self.chunk + offsets + self.size_name + sizes + b"ub"
 
     def _encode_size(self, values: tuple[int, ...]) -> bytes:
-        """Encode a ``torch.Size``."""
+        """Encode *values* as a ``torch.Size``."""
         encoded = self.sizes.get(values)
         if encoded is None:
             tuple_ = _encode_tuple([_encode_integer(value) for value in values])
@@ -313,7 +317,7 @@ class _MetadataWriter:
         return encoded
 
     def _encode_byte_range(self, start: int, nbytes: int) -> bytes:
-        """Encode the offset and length of an item, cached because many items have the same."""
+        """Encode the byte range of an item, using a cache since byte ranges recur across files."""
         encoded = self.encoded_ranges.get((start, nbytes))
         if encoded is None:
             if len(self.encoded_ranges) >= MAX_CACHED_PLACES:
@@ -325,19 +329,19 @@ class _MetadataWriter:
         return encoded
 
     def _count_pair(self) -> None:
-        """Count a pair, and begin a new batch if the current one is full."""
+        """Count one key-value pair, after beginning a new batch if the current batch is full."""
         if self.batch_pair_count == BATCH_SIZE:
             self.out += b"u("
             self.batch_pair_count = 0
         self.batch_pair_count += 1
 
     def _close_section(self) -> None:
-        """Close the current dict, if any."""
+        """Close the current dict, if one is open."""
         self.out += self.closing_opcodes
         self.closing_opcodes, self.batch_pair_count = b"", 0
 
     def _next_reference(self) -> bytes:
-        """Return the memo reference of the object that is memoized next."""
+        """Count a memo entry, and return the opcode that refers to it."""
         number = self.memo_count
         self.memo_count = number + 1
         return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
@@ -367,7 +371,7 @@ _KEYS = (
 
 
 def _count_memos(values: tuple[int, ...]) -> int:
-    """Return the number of memo entries of a ``torch.Size`` (an empty tuple takes none)."""
+    """Return the number of memo entries that a pickled ``torch.Size`` of *values* creates."""
     return 3 if values else 2
 
 

@@ -1,7 +1,7 @@
 """Merge the metadata of ranks that saved without collectives.
 
-The metadata of a rank lists the tensors of which it has chunks, with their global shapes. If
-several ranks have the same chunk, that of the lowest rank is used, and the others are replicas.
+The metadata of a rank lists its chunks and the global shapes of their tensors. If several ranks
+saved the same chunk, the chunk of the lowest rank is used, and the other copies are replicas.
 Every rank also writes all of its non-tensor values with ``torch.save``, one after another. These
 values are compared byte by byte, without unpickling.
 """
@@ -46,7 +46,7 @@ _Value = tuple[MetadataLeaf, Item]
 
 
 class _MergedLeaf:
-    """A leaf as described by the first rank that has it, with the chunks found so far."""
+    """A leaf, as described by the first rank that has it, and its chunks from all ranks so far."""
 
     __slots__ = ("chunks", "leaf", "rank")
 
@@ -57,18 +57,18 @@ class _MergedLeaf:
 
 
 class RankMetadataMerger:
-    """Merger of the leaves of all ranks, one rank after another.
+    """Merger of the leaves of all ranks, which are added one rank after another.
 
     Args:
-        where: The directory, for messages.
+        where: Path of the directory for error messages.
         ranks: Number of ranks.
-        repeated: Whether to record the copies of chunks that several ranks have, as replicas.
+        repeated: Whether to record further copies of a chunk that several ranks saved.
 
     Attributes:
         ranks: Number of ranks.
         file_ends: End of the last item of each data file, including copies.
-        chunk_copies: Further copies of each tensor's chunks, by offsets; empty unless *repeated*.
-        world: Recorded world size; 0 if not recorded.
+        chunk_copies: Further copies of chunks, by tensor name and offsets. Empty unless *repeated*.
+        world: Recorded world size, or 0 if not recorded.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
@@ -84,7 +84,10 @@ class RankMetadataMerger:
     def add_rank(
         self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN_ORIGIN
     ) -> None:
-        """Add the leaves of *rank* and the origin of its save."""
+        """Add the leaves of *rank*, or raise if they contradict the ranks added before.
+
+        *origin* identifies the save that wrote the metadata of *rank*.
+        """
         self._record_origin(rank, origin)
         file_prefix = f"__{rank}_"
         for name, leaf in leaves.items():
@@ -131,7 +134,7 @@ class RankMetadataMerger:
             self.chunk_copies.setdefault(merged.leaf.name, {}).setdefault(offsets, []).append(row)
 
     def list_incomplete_tensors(self, *, should_raise: bool) -> list[str]:
-        """Return the tensors with missing parts, or raise if *should_raise*.
+        """Return the names of tensors with missing elements, or raise if *should_raise*.
 
         Always raises if chunks overlap or exceed the shape. Only the numbers of elements are
         compared; the positions of chunks are checked when the tensors are used.
@@ -149,7 +152,7 @@ class RankMetadataMerger:
         return names
 
     def merge_leaves(self) -> dict[str, MetadataLeaf]:
-        """Return every leaf with the chunks of all ranks, followed by copies, if recorded."""
+        """Return each leaf by name, with the chunks of all ranks, then any recorded copies."""
         leaves = {}
         for name, merged in self._merged.items():
             copies = chain.from_iterable(self.chunk_copies.get(name, {}).values())
@@ -159,7 +162,7 @@ class RankMetadataMerger:
         return leaves
 
     def add_origin(self, catalog: Catalog) -> Catalog:
-        """Add the world size and an id made of all ranks' save ids to *catalog*."""
+        """Add the world size and a hash of all ranks' save ids to *catalog*."""
         ids = "\n".join(self._save_ids) if all(self._save_ids) else ""
         save_id = _make_hash(ids.encode()).hexdigest() if ids else ""
         return replace(catalog, save_id=save_id, world=self.world)
@@ -185,7 +188,7 @@ class RankMetadataMerger:
         self.world = origin.world
 
     def list_blob_names(self) -> list[str]:
-        """Return the names of the non-tensor values."""
+        """Return the names of all leaves that are non-tensor values."""
         return [name for name, merged in self._merged.items() if not merged.leaf.dtype]
 
     def _incomplete_error(
@@ -222,12 +225,13 @@ def _format_leaf(leaf: MetadataLeaf) -> str:
 
 @dataclass(slots=True)
 class RankValueComparison:
-    """Comparison of the non-tensor values of all ranks, in ascending order of rank.
+    """Comparison of the non-tensor values of all ranks, which are added in ascending order.
 
     Attributes:
-        files: The directory's files.
+        files: Files of the checkpoint directory.
         faults: Collector of unreadable files.
-        rank_values: Values that differ from the lowest rank's, by their new names.
+        rank_values: Values that differ from the same value of the lowest rank. They have new names
+            with the rank as a prefix.
         differing_names: Original names of the values in *rank_values*.
     """
 
@@ -238,7 +242,7 @@ class RankValueComparison:
     _first_digests: dict[str, bytes] = field(default_factory=dict)
 
     def compare_rank(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
-        """Compare the values of *rank* with those of lower ranks."""
+        """Compare each non-tensor value of *rank* with the value of the lowest rank that has it."""
         values = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
         values.sort(key=lambda value: (value[1].file, value[1].offset))
         for run in _group_adjacent_values(values):
@@ -263,7 +267,7 @@ class RankValueComparison:
 
 
 def _group_adjacent_values(values: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
-    """Group values that are adjacent in a file into runs of about a megabyte."""
+    """Group values that are adjacent in a file into runs of at most :data:`MAX_RUN_BYTES`."""
     start = 0
     for index, (_, item) in enumerate(values):
         first, previous = values[start][1], values[index - 1][1]
