@@ -54,8 +54,8 @@ class SaveFiles:
     """Files of one save, relative to the checkpoint's root.
 
     Attributes:
-        models: Files of model states, one for stages 0 to 2, one per rank for stage 3.
-        optims: Files of optimizer states, one per rank; none for stage 0.
+        models: Model-state files. Stages 0 to 2 have one file, stage 3 has one file per rank.
+        optims: Optimizer-state files, one per rank. Empty for stage 0.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
@@ -65,7 +65,10 @@ class SaveFiles:
 
 
 def find_evidence(folder: TreePath) -> str | None:
-    """Return evidence that *folder* is one save, or None for other folders and universal saves."""
+    """Return the name of a state file that shows that *folder* is one save, or None.
+
+    Universal checkpoints are not recognized.
+    """
     try:
         if not folder.is_dir() or (folder / "zero").is_dir():
             return None
@@ -77,12 +80,12 @@ def find_evidence(folder: TreePath) -> str | None:
 
 
 def match_state_file_name(name: str) -> str | None:
-    """Return *name* if DeepSpeed uses it for files of states, or else None."""
+    """Return *name* if it is a name of a DeepSpeed model-state or optimizer-state file, or None."""
     return name if _RANK_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) else None
 
 
 def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tuple[str, ...]:
-    """Return the files of a universal checkpoint's model states, in natural order."""
+    """Return the model-state files of a universal checkpoint, in natural order of their names."""
     items = (item.name for item in (root / folder).iterdir())
     names = sort_naturally(
         [n for n in items if n.endswith("_model_states.pt") and match_state_file_name(n)]
@@ -97,7 +100,10 @@ def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tup
 
 
 def find_rank_files(root: TreePath, folder: str, faults: FaultCollector) -> SaveFiles:
-    """Return the files of model and optimizer states of one save."""
+    """Return the model-state and optimizer-state files of the save in *folder*.
+
+    Raises if the save is incomplete, mixed with another save, or of an unsupported kind.
+    """
     where = root / folder
     names = sort_naturally([item.name for item in where.iterdir()])
     _refuse_unsupported(where, names)
@@ -226,9 +232,9 @@ def _format_rank_name(files_by_rank: Mapping[int, str], rank: int) -> str:
 
 
 def _describe_other_folder(root: TreePath, folder: str, name: str, names: Collection[str]) -> str:
-    """Return a hint at another folder that contains the file *name*, or an empty string.
+    """Describe another folder that contains the missing file *name*, or return an empty string.
 
-    Folder names with a metric can differ between ranks, which splits a save.
+    If folder names contain a metric, ranks may write the files of one save to different folders.
     """
     for sibling in sorted(root.parent.iterdir()):
         candidate = sibling / folder if folder else sibling

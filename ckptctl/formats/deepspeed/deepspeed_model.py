@@ -1,4 +1,4 @@
-"""The model in a DeepSpeed checkpoint, from its fp32 partitions or from ``module``."""
+"""Read the model in a DeepSpeed checkpoint from its fp32 partitions or from ``module``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MODULE_KEY = "module"
 
 
 def extract_module_leaves(model: ModelState) -> Leaves:
-    """Return the state dict in a file of model states, with the dtypes used in training."""
+    """Return the leaves of ``module`` in a model-state file, with the dtypes used in training."""
     leaves = extract_leaves(model.module, model.file, (MODULE_KEY,))
     return Leaves(leaves.tensors, leaves.blobs)
 
 
 def build_parameter_entries(save: ZeroSave) -> dict[str, TensorEntry]:
-    """Return the parameters in the partitions, by their names in the module."""
+    """Return the fp32 parameters in the partitions, by their names in ``module``."""
     entries: dict[str, TensorEntry] = {}
     for name, location in save.locations.items():
         dtype = save.vectors[location.spans[0][0] if location.spans else 0].dtype
@@ -44,7 +44,10 @@ def build_parameter_entries(save: ZeroSave) -> dict[str, TensorEntry]:
 
 
 def extract_unpartitioned_leaves(save: ZeroSave, faults: FaultCollector) -> Leaves:
-    """Return the remaining tensors of the model if all partitions are missing."""
+    """Return the buffers and frozen parameters when all fp32 partitions are missing.
+
+    Adds a finding for each optimized parameter.
+    """
     missing_shapes = save.model.shapes
     for name in missing_shapes:
         faults.add_missing_tensor(
@@ -58,14 +61,14 @@ def extract_unpartitioned_leaves(save: ZeroSave, faults: FaultCollector) -> Leav
 
 
 class _MissingDataError(UnsupportedError):
-    """The data of a tensor is missing."""
+    """A model tensor is recorded, but its data is missing from the checkpoint."""
 
 
 class MasterWeights:
-    """The model with the optimizer's fp32 copies of its parameters.
+    """Model whose parameters are the optimizer's fp32 copies.
 
-    Frozen parameters and buffers are read from the model states, with their stored dtypes. Names
-    and order are those of the module's state dict.
+    Frozen parameters and buffers come from the model states and keep their stored dtypes. The
+    tensors have the names and the order of the module's state dict.
     """
 
     def __init__(
@@ -82,14 +85,17 @@ class MasterWeights:
         self.module_leaves = extract_module_leaves(self.model)
 
     def build_leaves(self) -> Leaves:
-        """Return all tensors and non-tensor values."""
+        """Return all tensors and non-tensor values of the model."""
         frozen, shared = self.model.frozen_shapes, self.model.tied_names
         names = dict.fromkeys([*self.model.module, *frozen, *self.parameters, *shared])
         entries = filter(None, map(self.build_usable_entry, names))
         return Leaves({entry.name: entry for entry in entries}, self.module_leaves.blobs)
 
     def build_usable_entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor *name*, or add a finding and return None if its data is missing."""
+        """Return the tensor *name*, or add a finding and return None if its data is missing.
+
+        Raises instead of adding a finding if the read is not partial.
+        """
         try:
             return self.build_entry(name)
         except _MissingDataError as error:
@@ -99,7 +105,7 @@ class MasterWeights:
             return None
 
     def build_entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*, or None if it is a non-tensor value in the module."""
+        """Return the tensor *name*, or None if *name* is a non-tensor value in ``module``."""
         entry = None
         if name in self.parameters:
             parameter, saved = (
@@ -127,7 +133,7 @@ class MasterWeights:
     def _is_empty_parameter(self, name: str) -> bool:
         """Return whether *name* is a parameter without elements.
 
-        Such parameters are recorded as shared, because all of them have address 0.
+        DeepSpeed records such parameters as shared, because they all have the data pointer 0.
         """
         saved = self.module_leaves.tensors.get(_format_module_key(name))
         return not self.partitioned and saved is not None and not saved.nbytes
@@ -162,9 +168,9 @@ class MasterWeights:
             )
 
     def _join_frozen_parameter(self, name: str, shape: Shape) -> TensorEntry | None:
-        """Join the ranks' shares of a frozen parameter, or return None if one is missing.
+        """Join the shards of a frozen parameter, or return None if a rank's shard is missing.
 
-        If the ranks have full copies, the first is used.
+        If every rank stores the full parameter, the copy of the first rank is used.
         """
         fragments = [(model.file, model.frozen_data.get(name)) for model in self.models]
         shares = [(file, item) for file, item in fragments if isinstance(item, StoredTensor)]
@@ -190,7 +196,10 @@ class MasterWeights:
         return make_parameter_entry(name, first.dtype, shape, boxes)
 
     def _build_module_entry(self, name: str) -> TensorEntry | None:
-        """Return a buffer, or for stages 1 and 2 a frozen parameter, from the module."""
+        """Return a buffer, or for stages 1 and 2 a frozen parameter, from ``module``.
+
+        Returns None if ``module`` contains only a placeholder.
+        """
         saved = self.module_leaves.tensors[_format_module_key(name)]
         shape = self.model.frozen_shapes.get(name, saved.shape)
         gathered = not self.partitioned or saved.shape != (0,)
@@ -212,5 +221,5 @@ def _format_module_key(name: str) -> str:
 def make_parameter_entry(
     name: str, dtype: str, shape: Shape, boxes: Sequence[Extent]
 ) -> TensorEntry:
-    """Return the catalog entry of the parameter called *name* in the module."""
+    """Build the catalog entry of the parameter that is called *name* in ``module``."""
     return TensorEntry(_format_module_key(name), dtype, shape, boxes, (MODULE_KEY, name))

@@ -1,7 +1,8 @@
-"""Read a DeepSpeed checkpoint, and compare the values that several ranks have.
+"""Read a DeepSpeed checkpoint, and compare tensors that several ranks store.
 
 Each rank of a data-parallel job updates its own buffers, so running statistics differ between ranks
-and are not replicas. The model has the buffers of the first rank, as in ``zero_to_fp32.py``.
+and are not replicas. The catalog contains the buffers of the first rank, as in
+``zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 RankValue = tuple[str, int, str, object]
-"""Tensor name, number of another rank, its file, and its value for that name."""
+"""Another rank's copy of a tensor, as ``(tensor name, rank, file, value)``."""
 
 
 class ReplicaCollector:
-    """Collector that separates the values of other ranks into replicas and differing values.
+    """Collector that compares tensors of other ranks, and separates replicas from differing ones.
 
     Attributes:
         tensors: Tensors of the catalog by name.
-        comparison: Comparison of these tensors with their copies.
-        replicas: With *list_replicas*, copies that have the same checksum or the same bytes, or
-            are too large to compare here.
-        differing: Values that differ, by their new names.
+        comparison: Comparison of these tensors with their copies on other ranks.
+        replicas: Extents of copies by tensor name, if *list_replicas* is true. A copy has the same
+            checksum or bytes as the tensor, or is too large to compare here.
+        differing: Differing tensors of other ranks, by names with the rank as a prefix.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ReplicaCollector:
         self.differing: dict[str, TensorEntry] = {}
 
     def add_copies(self, first_file: str, copies: Iterator[RankValue]) -> None:
-        """Compare *copies* with the tensors that are read from the file *first_file*."""
+        """Compare *copies* with the catalog tensors that are stored in the file *first_file*."""
         for name, rank, file, value in copies:
             entry = self.tensors.get(name)
             if entry is None or [extent.file for extent in entry.extents] != [first_file]:
@@ -81,7 +82,7 @@ class ReplicaCollector:
 
 
 def iterate_model_copies(models: Sequence[ModelState], model: ModelState) -> Iterator[RankValue]:
-    """Yield the values in other ranks' model states for the names in *model*."""
+    """Yield the tensors of *model* as they are stored in the model states of other ranks."""
     for rank, other_model in enumerate(models):
         if other_model is not model and not other_model.is_placeholder:
             for name, value in model.module.items():
@@ -99,7 +100,7 @@ def iterate_model_copies(models: Sequence[ModelState], model: ModelState) -> Ite
 
 
 def _iterate_counter_copies(save: ZeroSave) -> Iterator[RankValue]:
-    """Yield the step counters in other ranks' optimizer states."""
+    """Yield the 0-d tensors, such as step counters, in the optimizer states of other ranks."""
     for rank, other_optim in enumerate(save.optims):
         if other_optim.is_placeholder or other_optim is save.optim:
             continue
@@ -139,7 +140,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
 
 
 def _extract_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:
-    """Return the requested weights, by default the fp32 copies if there are any."""
+    """Return the weights that *options* select, by default the fp32 copies if they exist."""
     if save.partitioned and options.weights == "module":
         raise UsageError(
             "ZeRO stage 3 does not store weights in `module`",
@@ -175,7 +176,10 @@ def build_catalog(
     replicas: ReplicaCollector,
     notes: Iterable[str],
 ) -> Catalog:
-    """Combine the tensors, the *blobs* of the model and all *state* into a catalog."""
+    """Build a catalog from the tensors in *replicas*, the *blobs* of the model and *state*.
+
+    *folder* is the tag folder, and *files* maps the files that were read to their sizes in bytes.
+    """
     sidecars = scan_sidecar_files(faults.root, {folder, *files, *ROOT_FILES})
     return replace(
         sidecars.start_catalog(faults.root, name),

@@ -1,9 +1,9 @@
-"""State other than the model: optimizer moments by parameter, settings and trainer state.
+"""Read the optimizer moments and settings and the trainer state of a DeepSpeed checkpoint.
 
-The names are those of ``torch.distributed.checkpoint.state_dict``: ``optimizer.state.<name>.<key>``
-and ``optimizer.param_groups``, whose ``params`` are names. Trainer state is that of the first rank,
-and of other ranks if it differs. For stage 3, every rank writes model states with its own
-``client_state`` (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
+Names follow ``torch.distributed.checkpoint.state_dict``: ``optimizer.state.<name>.<key>`` and
+``optimizer.param_groups``, whose ``params`` are parameter names. The trainer state of the first
+rank is read, and values of other ranks are added if they differ. For stage 3, every rank writes model
+states with its own ``client_state`` (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUMBERED_NOTE = (
 
 
 def extract_non_model_entries(model: ModelState) -> dict[str, object]:
-    """Return the entries of model states other than the model, without an empty optimizer."""
+    """Return the entries of a model-state file except the model and an ``optimizer`` of None."""
     rest = {key: value for key, value in model.content.items() if key not in MODEL_KEYS}
     if rest.get(OPTIMIZER, model) is None:
         del rest[OPTIMIZER]
@@ -52,7 +52,7 @@ def extract_non_model_entries(model: ModelState) -> dict[str, object]:
 def add_other_rank_leaves(
     leaves: Leaves, models: Sequence[ModelState], model: ModelState, files: SourceFiles
 ) -> None:
-    """Add leaves of other ranks that differ from those in *leaves*, under new names."""
+    """Add the leaves of other ranks that differ from *leaves*, with the rank as a name prefix."""
     differing: list[str] = []
     for rank, other_model in enumerate(models):
         if other_model is model or other_model.is_placeholder:
@@ -112,7 +112,10 @@ def _list_step_notes(leaves: Leaves, files: SourceFiles) -> Iterator[str]:
 def _name_optimizer_state(
     optimizer: Mapping[str, object], groups: Sequence[Shapes] | None, module: Mapping[str, object]
 ) -> dict[str, object] | None:
-    """Replace parameter numbers in an optimizer state by names, or return None if not known."""
+    """Replace parameter numbers in an optimizer state with parameter names.
+
+    Returns None if the names are unknown or their shapes do not match.
+    """
     inner = optimizer.get(INNER_KEY, optimizer)
     state = inner.get("state") if isinstance(inner, dict) else None
     settings = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -140,7 +143,7 @@ def _name_optimizer_state(
 def _match_parameter_names(
     settings: Sequence[object], groups: Sequence[Shapes] | None
 ) -> Iterator[tuple[object, str]]:
-    """Yield ``(number, name)`` for each parameter that has both."""
+    """Yield ``(parameter number, parameter name)`` for each parameter whose name is known."""
     shapes_by_group = (
         groups if groups is not None and len(groups) == len(settings) else [{}] * len(settings)
     )
@@ -154,7 +157,7 @@ def _match_parameter_names(
 
 
 def _is_shape_match(state: object, parameter: object) -> bool:
-    """Return whether all moments have the shape of the parameter, except 0-d counters."""
+    """Return whether all moments in *state*, except 0-d tensors, have the parameter's shape."""
     if not isinstance(state, dict) or not isinstance(parameter, StoredTensor):
         return False
     moments = (v for k, v in state.items() if isinstance(v, StoredTensor) and k != "step")
@@ -162,7 +165,7 @@ def _is_shape_match(state: object, parameter: object) -> bool:
 
 
 def extract_training_state(save: ZeroSave, files: SourceFiles) -> Leaves:
-    """Return all leaves other than the model, preferring those of the first rank."""
+    """Return all leaves of a save except the model, with the optimizer state by parameter name."""
     leaves = Leaves()
     model, root = save.model, files.root
     rest = extract_non_model_entries(model)
@@ -186,12 +189,13 @@ def extract_training_state(save: ZeroSave, files: SourceFiles) -> Leaves:
 def build_optimizer_settings(
     rest: Mapping[str, object], groups: Sequence[object], group_numbers: Iterable[tuple[str, int]]
 ) -> dict[str, object]:
-    """Return the optimizer's settings as plain values.
+    """Return the optimizer's settings without objects of DeepSpeed's classes.
 
     Args:
-        rest: Other entries of the optimizer's state.
-        groups: ``param_groups`` with parameter numbers, which are replaced by names.
-        group_numbers: Parameter names, each with the number that stands for it in *groups*.
+        rest: Entries of the optimizer's state dict except the states and ``param_groups``.
+        groups: ``param_groups`` with parameter numbers, which are replaced with names.
+        group_numbers: ``(parameter name, number)`` pairs. ``params`` in *groups* contains the
+            number, which may stand for several parameters.
     """
     members: dict[object, list[str]] = {}
     for name, owner in group_numbers:
@@ -221,7 +225,7 @@ def _name_group_parameters(
 
 
 def _add_optimizer_states(save: ZeroSave, files: SourceFiles, leaves: Leaves) -> None:
-    """Add moments and counters of every parameter."""
+    """Add the moments and step counters of every parameter to *leaves*."""
     states = save.optim.states
     owners = range(len(states))
     keys = dict.fromkeys(key for owner in owners for key in states[owner])
@@ -293,9 +297,10 @@ def _add_moments(save: ZeroSave, key: str, owners_with_key: set[int], leaves: Le
 
 
 def _build_moment_vectors(save: ZeroSave, key: str, owners: Sequence[int]) -> Sequence[FlatVector]:
-    """Return the moments *key* as flat vectors, or none if they do not align with the parameters.
+    """Return the moment *key* as flat vectors that are aligned with the fp32 partitions.
 
-    Groups without this moment get the moment of another group as a placeholder.
+    Returns an empty sequence if they are not aligned. Groups without this moment get the vector of
+    another group as a placeholder.
     """
     by_rank = [list(_iterate_segments(optim, owners, key)) for optim in save.optims]
     ranked, groups = save.stage == 3, len(save.optims[0].partitions)
@@ -315,7 +320,10 @@ def _build_moment_vectors(save: ZeroSave, key: str, owners: Sequence[int]) -> Se
 
 
 def _iterate_segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:
-    """Yield a rank's flat moments *key* that fit its partitions, possibly with padding."""
+    """Yield the flat moments *key* of a rank, skipping those that do not fit its partitions.
+
+    For stages 1 and 2, a moment may be longer than its partition because of padding.
+    """
     for owner in owners:
         value, partition = optim.states[owner].get(key), optim.partitions[owner]
         if is_flat(value):

@@ -28,10 +28,10 @@ _OTHER_SAVE_HINT = "check for a rank file of another save or world size"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A flat tensor of one rank.
+    """Flat tensor of one rank, such as its partition of a parameter group.
 
     Attributes:
-        file: The rank's file, relative to the checkpoint's root.
+        file: Path of the rank's file, relative to the checkpoint's root.
         tensor: Contiguous one-dimensional tensor.
     """
 
@@ -40,12 +40,12 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements in this segment."""
         return self.tensor.shape[0]
 
     @property
     def checksum(self) -> Checksum | None:
-        """Checksum of the zip record that contains the tensor, or None."""
+        """Checksum of the zip record that contains the tensor, or None if not recorded."""
         return make_extent(self.tensor, self.file).recorded_checksum
 
 
@@ -59,17 +59,18 @@ class FlatVector:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Total number of elements in all segments."""
         return self.starts[-1]
 
     def find_segment(self, position: int) -> int:
-        """Return the index of the segment with the element at *position*."""
+        """Return the index of the segment that contains element *position* of the vector."""
         return bisect_right(self.starts, position) - 1
 
     def iterate_runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
-        """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
+        """Yield ``(file, byte offset, number of elements, checksum)`` for elements [*low*, *high*).
 
-        The checksum is that of the zip record that contains the elements.
+        The checksum covers the complete zip record that contains the elements. It is None if not
+        recorded.
         """
         item = dtypes.get_itemsize(self.dtype)
         while low < high:
@@ -88,7 +89,8 @@ class FlatLocation:
     Attributes:
         shape: Shape of the parameter.
         spans: ``(index of the flat vector, first element, end)`` in the order of the elements.
-        group_number: The parameter group (stages 1 and 2) or sub-group (stage 3) that it begins in.
+        group_number: Index of the parameter group (stages 1 and 2) or sub-group (stage 3) that
+            contains the first element.
     """
 
     shape: Shape
@@ -126,10 +128,10 @@ def locate_extents(location: FlatLocation, vectors: Sequence[FlatVector]) -> tup
 def compute_partition_numels(
     shapes: Shapes, paddings: Sequence[int], world: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the smallest and largest length of each rank's partition of a group.
+    """Return the minimum and maximum number of elements in each rank's partition of a group.
 
-    The two differ by the padding after the last parameter, which some versions strip. *paddings*
-    are the numbers of padding elements after each parameter, if any.
+    The maximum includes the padding after the last parameter, which some DeepSpeed versions strip.
+    *paddings* contains the number of padding elements after each parameter, or is empty.
     """
     data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
     full = _align_numel(data + sum(paddings[-1:]), world) // world
@@ -143,10 +145,11 @@ def locate_in_groups(
     world: int,
     where: str,
 ) -> FlatLocations:
-    """Locate parameters for stages 1 and 2, where groups are partitioned at any element.
+    """Locate parameters for stages 1 and 2, where a partition may end inside a parameter.
 
-    *groups* are in the order of the flat vectors; *vectors* has one for each group. *paddings* are
-    the numbers of padding elements after each parameter, if any.
+    *groups* contains the parameter shapes of each group in the order of *vectors*, which has one
+    flat vector per group. *paddings* contains the number of padding elements after each parameter
+    of each group, or is None if there is no padding.
     """
     locations: FlatLocations = {}
     for number, (shapes, vector) in enumerate(zip(groups, vectors, strict=True)):
@@ -183,12 +186,12 @@ def locate_in_groups(
 
 
 def _align_numel(numel: int, world: int) -> int:
-    """Round up to a multiple of twice the world size, DeepSpeed's alignment of partitions."""
+    """Round *numel* up to a multiple of twice the world size, as DeepSpeed aligns partitions."""
     return -(-numel // (2 * world)) * (2 * world)
 
 
 def locate_in_ranks(shapes: Shapes, vectors: Sequence[FlatVector], where: str) -> FlatLocations:
-    """Locate parameters for stage 3, where each is divided evenly among all ranks."""
+    """Locate parameters for stage 3, where every parameter is divided evenly among all ranks."""
     locations: FlatLocations = {}
     world, start = len(vectors), 0
     for name, shape in shapes.items():
@@ -217,7 +220,7 @@ def split_into_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]
     """Split elements ``[lo, hi)`` of a flattened tensor of shape *sizes* into boxes.
 
     Returns:
-        ``(first indices, counts)`` in ascending order, at most ``2 * len(sizes) - 1`` boxes.
+        ``(offsets, sizes)`` of at most ``2 * len(sizes) - 1`` boxes, in ascending order.
     """
     if lo >= hi:
         return []

@@ -49,7 +49,7 @@ Names = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _ModelFile(Schema):
-    """Content of a file of model states."""
+    """Content of a model-state file."""
 
     module: Names | None
     param_shapes: Annotated[tuple[Shapes, ...], NOT_EMPTY] | Shapes | None = None
@@ -60,21 +60,21 @@ class _ModelFile(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Parallelism(Schema):
-    """Tensor-parallel size of model states, ignored for universal checkpoints."""
+    """Tensor-parallel size in a model-state file, which universal checkpoints ignore."""
 
     mp_world_size: Natural = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _OptimFile(Schema):
-    """Content of a file of optimizer states."""
+    """Content of an optimizer-state file."""
 
     optimizer_state_dict: Names
 
 
 @dataclass(frozen=True, slots=True)
 class _ZeroState(Schema):
-    """State of a ZeRO optimizer."""
+    """State dict of a ZeRO optimizer, with this rank's fp32 partitions."""
 
     partition_count: Natural | Annotated[tuple[Natural, ...], NOT_EMPTY]
     zero_stage: int | Inert = 1
@@ -84,7 +84,10 @@ class _ZeroState(Schema):
 
 
 def _parse_groups(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
-    """Return the shapes of each group (DeepSpeed before 0.6 wrote one group without a list)."""
+    """Return the parameter shapes of each group, or None if not recorded.
+
+    DeepSpeed before 0.6 wrote a single group without a list.
+    """
     groups = (shapes,) if isinstance(shapes, dict) else shapes
     names = [name for group in groups or () for name in group]
     if len(set(names)) < len(names):
@@ -93,7 +96,7 @@ def _parse_groups(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, .
 
 
 def _parse_stage(recorded: int | Inert) -> int:
-    """Return the number in a ``ZeroStageEnum``, which is read as an inert record."""
+    """Return the ZeRO stage, 1 or 2, from an integer or from an unpickled ``ZeroStageEnum``."""
     stage = recorded.args[0] if isinstance(recorded, Inert) and recorded.args else recorded
     if not isinstance(stage, int) or stage not in (1, 2):
         raise MismatchError("1 or 2", stage, "zero_stage")
@@ -101,7 +104,7 @@ def _parse_stage(recorded: int | Inert) -> int:
 
 
 def _parse_world_size(partition_count: int | tuple[int, ...], where: str) -> int:
-    """Return the number of ranks, which must be the same for all groups."""
+    """Return the number of ranks, or raise if the parameter groups have different numbers."""
     counts = {*partition_count} if isinstance(partition_count, tuple) else {partition_count}
     if len(counts) > 1:
         raise FormatError(
@@ -115,7 +118,7 @@ def _parse_world_size(partition_count: int | tuple[int, ...], where: str) -> int
 
 
 def _parse_mappings(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
-    """Return ``(start, numel)`` of every ``fragment_address``, or None if not recorded."""
+    """Map each group's parameter names to ``(start, numel)``, or return None if not recorded."""
     if not isinstance(value, list):
         return None
     return tuple(
@@ -130,10 +133,9 @@ def _parse_mappings(value: object) -> tuple[Mapping[str, tuple[object, object]],
 
 
 def _parse_base_state(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
-    """Return the inner optimizer's states by partition, and its settings.
+    """Return the inner optimizer's state for each of *count* partitions, and its ``param_groups``.
 
-    Elastic checkpoints have a list of states. Files from which a script removed the optimizer
-    have none.
+    *value* is a list in elastic checkpoints, and None if a script removed the optimizer.
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
     content = {} if base is None else read_as(Names, base, "the inner optimizer's state")
@@ -148,14 +150,14 @@ class ModelState:
 
     Attributes:
         file: Path of the file, relative to the checkpoint's root.
-        content: The complete content.
-        module: The module's state dict.
-        groups: Names and shapes of each group's parameters, in the order of the flat vectors; None
+        content: Complete content of the file.
+        module: State dict of the module.
+        groups: Shapes of each group's parameters by name, in the order of the flat vectors. None
             without ZeRO (stage 0).
-        frozen_shapes: Names and shapes of parameters that are not optimized.
-        frozen_data: Data of the frozen parameters, or for stage 3 this rank's share of each.
-        tied_names: Names of tied parameters, each with the name under which the data is stored.
-        has_checksums: Whether the file has checksums.
+        frozen_shapes: Shapes of parameters that are not optimized, by name.
+        frozen_data: Data of the frozen parameters. For stage 3, this rank's shard of each.
+        tied_names: For each tied parameter, the name of the parameter that stores its data.
+        has_checksums: Whether the file records checksums.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
@@ -171,7 +173,7 @@ class ModelState:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes of the optimized parameters by name, in the order of the flat vectors."""
+        """Shapes of all optimized parameters by name, in the order of the flat vectors."""
         return {name: shape for group in self.groups or () for name, shape in group.items()}
 
 
@@ -181,15 +183,15 @@ class OptimState:
 
     Attributes:
         file: Path of the file, relative to the checkpoint's root.
-        stage: 1, 2 or 3; ``BF16_Optimizer`` counts as 1.
-        world: World size of the partitioning.
-        partitions: The rank's partition of each group, or for stage 3 of each sub-group.
-        paddings: Padding elements after each parameter of each group; None if there are none.
+        stage: ZeRO stage (1, 2 or 3). ``BF16_Optimizer`` counts as stage 1.
+        world: Number of ranks among which the groups are partitioned.
+        partitions: The rank's fp32 partition of each group, or of each sub-group for stage 3.
+        paddings: Number of padding elements after each parameter of each group, or None.
         mappings: First element and number of elements of each parameter in the rank's partition of
-            each group, which are wrong with ``round_robin_gradients``; None if not recorded.
+            each group. Wrong with ``round_robin_gradients``. None if not recorded.
         states: The inner optimizer's state for each partition.
         param_groups: The inner optimizer's ``param_groups``.
-        other_entries: All other entries, such as loss scaler and gradient clipping.
+        other_entries: Other entries of the state dict, such as loss scaler and gradient clipping.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
 
@@ -208,9 +210,9 @@ class OptimState:
 def read_model_state(
     files: SourceFiles, name: str, *, require_undivided: bool = True
 ) -> ModelState:
-    """Read one file of model states.
+    """Read a model-state file.
 
-    Raises if the model is divided among ranks, unless *require_undivided* is false.
+    Raises if tensor parallelism divided the model, unless *require_undivided* is false.
     """
     archive = _read_archive(files, name)
     where = str(files.root / name)
@@ -239,7 +241,7 @@ def read_model_state(
 
 
 def read_optim_state(files: SourceFiles, name: str) -> OptimState:
-    """Read one file of optimizer states."""
+    """Read an optimizer-state file."""
     where = str(files.root / name)
     with wrap_malformed_errors("malformed optimizer states", where):
         inner = read_as(_OptimFile, _read_archive(files, name).root).optimizer_state_dict
@@ -278,7 +280,7 @@ def read_optim_state(files: SourceFiles, name: str) -> OptimState:
 
 
 def _read_archive(files: SourceFiles, name: str) -> TorchArchive:
-    """Read a file, or raise if it was saved as another rank's (a zip records its file name)."""
+    """Read a state file, or raise if its zip records the file name of another rank."""
     archive = read_archive(files, name, unknown="inert")
     file_name = PurePosixPath(name).name
     recorded_name = match_state_file_name(f"{archive.folder}.pt")

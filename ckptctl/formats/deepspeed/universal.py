@@ -74,16 +74,16 @@ ParameterValues = Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class UniversalSave:
-    """A universal checkpoint.
+    """Universal checkpoint whose files have been read.
 
     Attributes:
-        source: The checkpoint's files.
-        prefix: Folder of the tag, which is the prefix of every file name.
+        source: Files of the checkpoint.
+        prefix: Tag folder, which is the prefix of every file name.
         models: Model states of tensor-parallel ranks, or for stage 3 of all ranks.
         partitioned: Whether it was converted from stage 3.
-        values: Content of the files by parameter and key (``fp32``, ``exp_avg``, ...).
+        values: Content of each value file, by parameter name and key (``fp32``, ``exp_avg``, ...).
         shapes: Shapes of the optimized parameters in the model states, by name.
-        faults: Collector of problems.
+        faults: Collector of missing and unusable files.
     """
 
     source: SourceFiles
@@ -96,7 +96,10 @@ class UniversalSave:
 
     @classmethod
     def open_save(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
-        """Read all files, or as many as possible if *partial*."""
+        """Read all files of the checkpoint.
+
+        If *partial*, missing and unusable files become findings instead of errors.
+        """
         faults = FaultCollector(source.root, partial)
         names = find_model_files(source.root, prefix.rstrip("/"), faults)
         finished = is_present(source.root / prefix / ZERO / SETTINGS_FILE)
@@ -119,7 +122,7 @@ class UniversalSave:
 
     @property
     def model(self) -> ModelState:
-        """Model states of the first rank with usable ones."""
+        """Model states of the first rank whose model-state file could be read."""
         return next(model for model in self.models if not model.is_placeholder)
 
     def list_files(self) -> list[str]:
@@ -135,11 +138,11 @@ class UniversalSave:
         return [name for name in names if name not in self.faults.unusable_files]
 
     def format_value_file(self, name: str, key: str) -> str:
-        """Return the file of one value of a parameter."""
+        """Return the path of the file with the value *key* of the parameter *name*."""
         return f"{self.prefix}{ZERO}/{name}/{key}.pt"
 
     def list_notes(self) -> Iterator[str]:
-        """Yield notes for the user."""
+        """Yield notes about missing checksums and missing buffers."""
         if not self.model.has_checksums:
             yield NO_CHECKSUMS
         if self.model.content["module"] is None:
@@ -155,7 +158,7 @@ class UniversalSave:
         return first.get("mp_world_size", 1) != 1 or first["module"] is None
 
     def read_weights(self, options: ReadOptions) -> Leaves:
-        """Return the requested weights of the model."""
+        """Return the weights that *options* select, by default the fp32 parameters."""
         root = self.source.root
         if options.weights == "module":
             if self.partitioned or self.is_divided:
@@ -196,7 +199,10 @@ class UniversalSave:
         return self._extract_undivided_weights(root)
 
     def _extract_undivided_weights(self, root: TreePath) -> Leaves:
-        """Return the model if all its tensors except buffers are divided among the model states."""
+        """Return the model if tensor or pipeline parallelism divided the model states.
+
+        Parameters are read from the ``zero`` folder, and buffers from the first model states.
+        """
         first = self.model
         buffer_names = set(read_nested_or_none(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in buffer_names}
@@ -218,7 +224,10 @@ class UniversalSave:
         return MasterWeights((model,), parameters, False, self.faults).build_leaves()
 
     def _build_parameter_entries(self, other_names: Set[str]) -> dict[str, TensorEntry]:
-        """Return the tensors under ``zero`` that are optimized, or are not in *other_names*."""
+        """Return the fp32 parameters in the ``zero`` folder, with placeholders for missing ones.
+
+        Tensors in *other_names* are skipped unless they are optimized.
+        """
         entries = {
             name: self.build_value_entry(name, FP32)
             for name in sort_naturally(self.values)
@@ -230,7 +239,10 @@ class UniversalSave:
         return {**entries, **{name: entry for name, entry in placeholders if entry is not None}}
 
     def make_placeholder(self, name: str, key: str, template: object) -> TensorEntry | None:
-        """Return a placeholder for a value in a missing file, or None if its shape is unknown."""
+        """Return a placeholder for the missing value *key*, or None if its shape is unknown.
+
+        *template* is the value *key* of another parameter, or None.
+        """
         file, shape = self.format_value_file(name, key), self._find_shape(name)
         if file not in self.faults.unusable_files:
             self.faults.add_missing_file(file, f"`{key}` of the parameter `{name}`")
@@ -252,9 +264,10 @@ class UniversalSave:
         )
 
     def _find_shape(self, name: str) -> Shape | None:
-        """Return the shape of a parameter, if known from its other values or the model states.
+        """Return the shape of a parameter, or None if it is unknown.
 
-        Vocabularies may be truncated or padded, so other values take precedence.
+        Other values of the parameter take precedence over the model states, because the converter
+        may truncate or pad the vocabulary.
         """
         for key, value in self.values.get(name, {}).items():
             tensor = get_value_tensor(value)
@@ -263,7 +276,7 @@ class UniversalSave:
         return None if self.is_divided else self.shapes[name]
 
     def build_value_entry(self, name: str, key: str) -> TensorEntry:
-        """Return one value of a parameter, unflattened (stage 3 stores tensors flat)."""
+        """Return the value *key* of a parameter, with the shape of the parameter if stored flat."""
         value = self.values[name][key]
         tensor = get_value_tensor(value)
         where = str(self.source.root / self.format_value_file(name, key))
@@ -289,7 +302,7 @@ class UniversalSave:
         return make_parameter_entry(name, tensor.dtype, shape, boxes)
 
     def _resolve_shape(self, name: str, tensor: StoredTensor, is_truncated: bool) -> Shape | None:
-        """Return the parameter's shape, or None if the tensor does not match it."""
+        """Return the shape to give to a value of a parameter, or None if its shape does not fit."""
         shape = self.shapes.get(name)
         if shape is None or self.is_divided or shape == tensor.shape:
             return tensor.shape
@@ -299,7 +312,7 @@ class UniversalSave:
 
 
 def extract_training_state(save: UniversalSave) -> Leaves:
-    """Return all leaves other than the model."""
+    """Return all leaves except the model, with the optimizer state by parameter name."""
     leaves = Leaves()
     model, where = save.model, str(save.source.root / save.model.file)
     leaves.add_object(extract_non_model_entries(model), (), model.file, where)
@@ -335,7 +348,7 @@ def _add_optimizer_value(save: UniversalSave, name: str, key: str, leaves: Leave
 
 
 def _add_settings(save: UniversalSave, leaves: Leaves) -> None:
-    """Add the optimizer's settings, and the step counters that are only in the same file."""
+    """Add the optimizer's settings, and step counters that only the settings file contains."""
     file = f"{save.prefix}{ZERO}/{SETTINGS_FILE}"
     where = str(save.source.root / file)
     read_file = partial(read_archive, save.source, unknown="inert")
@@ -361,7 +374,7 @@ def _add_settings(save: UniversalSave, leaves: Leaves) -> None:
 def read_parameter_values(
     source: SourceFiles, folder: str, faults: FaultCollector
 ) -> ParameterValues:
-    """Read the files of all parameters by parameter and key (``fp32``, ``exp_avg``, ...)."""
+    """Read the value files of all parameters, by parameter name and key (``fp32``, ...)."""
     values: dict[str, dict[str, object]] = {}
     homes = sorted(item for item in (source.root / folder).iterdir() if item.is_dir())
     for home in homes:
@@ -387,7 +400,7 @@ def _read_value(source: SourceFiles, name: str) -> object:
 
 
 def get_value_tensor(value: object) -> StoredTensor | None:
-    """Return the tensor in the content of a file, which may be under ``param``, or None."""
+    """Return the tensor that a value file contains directly or under ``param``, or None."""
     tensor = value.get("param") if isinstance(value, dict) else value
     return tensor if isinstance(tensor, StoredTensor) else None
 
@@ -395,9 +408,9 @@ def get_value_tensor(value: object) -> StoredTensor | None:
 def find_missing_values(
     values: ParameterValues, groups: Iterable[Sequence[str]]
 ) -> dict[tuple[str, str], object]:
-    """Find values that are missing for one parameter, but exist for others of its group.
+    """Find values that a parameter lacks although other parameters of its group have them.
 
-    Returns the value of another parameter for each missing ``(parameter, key)``.
+    Maps each missing ``(parameter name, key)`` to the value *key* of another parameter.
     """
     missing: dict[tuple[str, str], object] = {}
     for names in groups:
@@ -413,7 +426,7 @@ def find_missing_values(
 def read_model_states(
     source: SourceFiles, names: tuple[str, ...], partitioned: bool, faults: FaultCollector
 ) -> tuple[ModelState, ...]:
-    """Read the model states of all ranks."""
+    """Read the model-state files *names*, with placeholders for missing or unusable files."""
     read_state = partial(read_model_state, source, require_undivided=False)
     states = [faults.try_read(name, read_state, (CkptError,)) for name in names]
     first = next((model for model in states if model is not None), None)

@@ -1,8 +1,8 @@
 """Combine the ranks of a ZeRO checkpoint, and locate parameters in partitions of all stages.
 
-Source: ``deepspeed/utils/zero_to_fp32.py``. In contrast to it, ``BF16_Optimizer`` is read as stage
-1, frozen parameters of stage 1 are read from the model states, and files of other ranks or other
-saves are rejected.
+Source: ``deepspeed/utils/zero_to_fp32.py``. Unlike ``zero_to_fp32.py``, this module
+reads ``BF16_Optimizer`` as stage 1, reads frozen parameters of stage 1 from the model states, and
+rejects files that belong to another rank or another save.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _State = TypeVar("_State", ModelState, OptimState)
 
 @dataclass(frozen=True, slots=True)
 class ZeroSave:
-    """The states of all ranks of one save, and the locations of parameters in the partitions.
+    """Model and optimizer states of all ranks of a save, and the locations of its parameters.
 
     Attributes:
-        models: Model states, one for stages 0 to 2, one per rank for stage 3.
-        optims: Optimizer states, one per rank; none for stage 0.
-        vectors: Flat fp32 vectors of groups, or for stage 3 of ranks.
-        locations: Location of each optimized parameter in *strips*.
+        models: Model states. Stages 0 to 2 have one, stage 3 has one per rank.
+        optims: Optimizer states, one per rank. Empty for stage 0.
+        vectors: Flat fp32 vector of each parameter group, or of each rank for stage 3.
+        locations: Location of each optimized parameter in *vectors*, by name.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
@@ -64,7 +64,7 @@ class ZeroSave:
 
     @property
     def files(self) -> list[str]:
-        """Files that could be read."""
+        """Paths of the model-state and optimizer-state files that could be read."""
         models = [model.file for model in self.models if not model.is_placeholder]
         return [*models, *(optim.file for optim in self.optims if not optim.is_placeholder)]
 
@@ -75,21 +75,22 @@ class ZeroSave:
 
     @property
     def model(self) -> ModelState:
-        """Model states of the first rank with usable ones."""
+        """Model states of the first rank whose model-state file could be read."""
         return next(model for model in self.models if not model.is_placeholder)
 
     @property
     def optim(self) -> OptimState:
-        """Optimizer states of the first rank with usable ones."""
+        """Optimizer states of the first rank whose optimizer-state file could be read."""
         return next(optim for optim in self.optims if not optim.is_placeholder)
 
 
 def read_save(
     files: SourceFiles, save_files: SaveFiles, reads_partitions: bool, faults: FaultCollector
 ) -> ZeroSave:
-    """Read the states of all ranks, with placeholders for unreadable ones.
+    """Read the states of all ranks, with placeholders for files that cannot be read.
 
-    With *reads_partitions*, weights are read from the partitions, which must not all be missing.
+    If *reads_partitions*, the weights come from the fp32 partitions, so the function raises if all
+    partitions are missing and the read is not partial.
     """
     models = _read_states(files, save_files.models, read_model_state, faults)
     optims = _read_states(files, save_files.optims, read_optim_state, faults)
@@ -163,7 +164,7 @@ def _pad_with_none(states: list[_State | None], names: Sequence[str]) -> list[_S
 def _find_differences(
     models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield pairs of rank files that contradict each other, and the difference."""
+    """Yield ``(first file, second file, difference)`` for files that belong to different saves."""
     model, optim = models[0], optims[0]
     for other_optim in optims[1:]:
         if (other_optim.stage, other_optim.world) != (optim.stage, optim.world):
@@ -220,12 +221,12 @@ def _build_zero_save(
 def build_flat_vectors(
     by_rank: Sequence[Sequence[Segment]], *, ranked: bool
 ) -> tuple[FlatVector, ...]:
-    """Return flat vectors, each of one rank's segments, or of one group's segments on all ranks."""
+    """Concatenate the segments of each rank if *ranked*, or else of each group across ranks."""
     return tuple(map(FlatVector, by_rank if ranked else zip(*by_rank, strict=True)))
 
 
 def _require_rank_order(vectors: Sequence[FlatVector], where: str) -> None:
-    """Raise if a short partition is not the last, as padding is only stripped at the end."""
+    """Raise if elements follow a short partition, since only padding at the end is stripped."""
     for vector in vectors:
         full = max(segment.numel for segment in vector.segments)
         for part, following in pairwise(vector.segments):
@@ -242,7 +243,7 @@ def _require_rank_order(vectors: Sequence[FlatVector], where: str) -> None:
 def _require_own_partitions(
     optims: Sequence[OptimState], locations: FlatLocations, where: str
 ) -> None:
-    """Raise if the recorded mappings of a partition are those of another rank.
+    """Raise if the recorded mappings of a rank equal the expected mappings of another rank.
 
     Since ``param_slice_mappings`` are wrong with ``round_robin_gradients``, only an exact match
     with another rank counts.
@@ -263,7 +264,7 @@ def _require_own_partitions(
 def _compute_mappings(
     optims: Sequence[OptimState], locations: FlatLocations, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
-    """Return the ``param_slice_mappings`` of a rank, as written without round robin."""
+    """Return the ``param_slice_mappings`` of a rank without ``round_robin_gradients``."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
     for name, location in locations.items():
         _, low, high = location.spans[0]
@@ -278,7 +279,7 @@ def _compute_mappings(
 def fill_missing_models(
     models: Sequence[ModelState | None], names: Sequence[str]
 ) -> tuple[ModelState, ...]:
-    """Add placeholders for ranks without model states."""
+    """Replace each None in *models* with a placeholder for the file at its index in *names*."""
     template = next(model for model in models if model is not None)
     return tuple(
         model or replace(template, file=name, is_placeholder=True)
@@ -291,7 +292,10 @@ def fill_missing_optims(
     names: Sequence[str],
     groups: Sequence[Mapping[str, Shape]],
 ) -> tuple[OptimState, ...]:
-    """Add placeholders for ranks without optimizer states."""
+    """Replace each None in *optims* with a placeholder for the file at its index in *names*.
+
+    *groups* contains the parameter shapes of each group.
+    """
     template = next(optim for optim in optims if optim is not None)
     gaps: Sequence[Sequence[int]] = template.paddings or [()] * len(groups)
     if template.stage < 3 and not len(gaps) == len(groups) == len(template.partitions):
@@ -319,7 +323,10 @@ def _infer_partition_lengths(
     shapes: Mapping[str, Shape],
     gaps: Sequence[int],
 ) -> list[int]:
-    """Return the length of each rank's partition, without padding if no readable one has any."""
+    """Return the number of elements in each rank's partition of group *number*.
+
+    The padding at the end is excluded if no readable partition contains it.
+    """
     limits = compute_partition_numels(shapes, gaps, len(optims))
     stripped = True
     for optim, (minimum, maximum) in zip(optims, limits, strict=True):
