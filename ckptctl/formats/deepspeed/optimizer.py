@@ -2,8 +2,8 @@
 
 Names follow ``torch.distributed.checkpoint.state_dict``: ``optimizer.state.<name>.<key>`` and
 ``optimizer.param_groups``, whose ``params`` are parameter names. The trainer state of the first
-rank is read, and values of other ranks are added if they differ. For stage 3, every rank writes model
-states with its own ``client_state`` (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
+rank is read, and values of other ranks are added if they differ. For stage 3, every rank writes
+model states with its own ``client_state`` (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
 """
 
 from __future__ import annotations

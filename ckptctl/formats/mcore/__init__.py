@@ -35,11 +35,11 @@ from ckptctl.formats.shared.tags import is_run_folder
 from ckptctl.tree import TreePath
 
 FUSED_LAYER = ".linear_fc1.weight"
-"""Megatron-Core's name of a layer that Megatron-FSDP saves in parts."""
+"""Suffix of Megatron-Core's fused gate and up weight, which Megatron-FSDP saves as two tensors."""
 
 
 class McoreFormat(ItemFormat, WritableFormat):
-    """The folder of one save, the run above it, or the trainer's folder around it."""
+    """Folder of one save, run folder that contains it, or trainer's folder that wraps it."""
 
     name = "mcore"
     title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
@@ -108,7 +108,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         return read_catalog(path, options, self.name)
 
     def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
-        """Join the tensors that Megatron-FSDP saves in parts, in regular DCP checkpoints."""
+        """Join the gate and up tensors that Megatron-FSDP saves separately in DCP checkpoints."""
         if not any(FUSED_LAYER in name for name in catalog.tensors):
             return catalog
         from ckptctl.formats.mcore.joining import join_canonical  # few checkpoints need this

@@ -1,4 +1,4 @@
-"""Row order of adapter factors that Megatron-Bridge saves out of order.
+"""Restore the row order of LoRA factors that Megatron-Bridge saves out of order.
 
 Each tensor-parallel rank has rows ``[gate; up]`` of a gated layer's factor. Bridge saves the first
 halves of all ranks, then the second halves. Bridge does the same with the separate factors of gate
@@ -23,16 +23,16 @@ _EXCHANGED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_o
 
 
 def list_exchanged_factors(names: Collection[str]) -> list[str]:
-    """Return those of *names* that are factors whose rows tensor-parallel ranks exchange."""
+    """Return the names of LoRA factors whose rows tensor-parallel ranks may exchange."""
     return [name for name in names if _EXCHANGED.fullmatch(name)]
 
 
 def restore_row_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
-    """Restore the row order of factors in *catalog*.
+    """Return a copy of *catalog* whose LoRA factors have their rows in the original order.
 
     Args:
-        catalog: Catalog with separate layers.
-        records: Records of the trainer by file.
+        catalog: Catalog in which every layer is a separate tensor.
+        records: Contents of the trainer's configuration files, by file name.
     """
     factors = list_exchanged_factors(catalog.tensors)
     ranks = merge_records(records.values()).get("tensor_model_parallel_size") if factors else None

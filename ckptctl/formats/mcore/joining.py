@@ -1,8 +1,8 @@
-"""Join tensors of any naming convention into canonical ones.
+"""Join saved tensors into canonical tensors, for all naming conventions of Megatron-Core.
 
 See :mod:`ckptctl.formats.mcore.spelling` for the names. Boxes of stacked layers are split at layer
-boundaries. Boxes of gate halves and of experts are moved. No data is read. If a tensor uses only a
-part of an item, this part is recorded, and located when the catalog is resolved.
+boundaries. Boxes of gate halves and of experts are moved. No data is read. If a canonical tensor
+uses only some rows of an item, these rows are recorded and located when the catalog is resolved.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ckptctl.formats.shared.joined_tensors import ONE_SAVE_HINT
 
 MIXED_STORAGE_REASON = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
-"""Limits for the rows of all stacks, and for the rows of all chunks of one stack."""
+"""Maximum number of rows in all stacked tensors, and in all chunks of one stacked tensor."""
 _Shape = tuple[int, ...]
 
 
 class _Piece(NamedTuple):
-    """A saved tensor, or one row of a saved tensor, that is part of a canonical tensor."""
+    """Saved tensor, or one layer of a stacked tensor, that becomes part of a canonical tensor."""
 
     entry: TensorEntry
     name_parts: TensorNameParts
@@ -45,7 +45,10 @@ class _Piece(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Selection of extents by index, with their new boxes and the used part of each item."""
+    """Selected extents of a tensor, with their new boxes and the used part of each item.
+
+    *indices* is None if all extents are selected, and *parts* is None if all items are used fully.
+    """
 
     indices: Sequence[int] | None
     boxes: BoxColumns
@@ -55,7 +58,9 @@ class _Rows(NamedTuple):
 def join_canonical(
     catalog: Catalog, faults: FaultCollector, arguments: Mapping[str, object]
 ) -> Catalog:
-    """Join the tensors of *catalog* into canonical ones, using the trainer's *arguments*.
+    """Join the tensors of *catalog* into canonical tensors.
+
+    *arguments* are the trainer's arguments, such as ``num_layers`` and ``num_experts``.
 
     Raises:
         CoverageError: A layer, an expert or a half is missing.
@@ -99,7 +104,7 @@ def _group_pieces_by_name(
 
 @dataclass(slots=True)
 class _CanonicalJoiner:
-    """Builder of canonical tensors that share equal boxes."""
+    """Builder of canonical tensors, which reuses equal boxes to save memory."""
 
     faults: FaultCollector
     experts: Mapping[tuple[str, str], int]
@@ -111,7 +116,7 @@ class _CanonicalJoiner:
     whole_items: dict[_Shape, ItemPart] = field(default_factory=dict)
 
     def join_tensor(self, name: str, pieces: Sequence[_Piece]) -> TensorEntry:
-        """Return the canonical tensor called *name*."""
+        """Join *pieces* into the canonical tensor *name*."""
         first = pieces[0]
         entry, shape, name_parts = first.entry, first.shape, first.name_parts
         if name_parts.half is not None and shape:
@@ -132,7 +137,7 @@ class _CanonicalJoiner:
         return replace(entry, name=name, shape=shape, extents=extents, path=(name,))
 
     def list_lost_boxes(self, pieces: Sequence[_Piece]) -> tuple[tuple[Box, str], ...]:
-        """Return the boxes of a canonical tensor in unusable files, with these files."""
+        """Return ``(box, file)`` for each box of a canonical tensor that is in an unusable file."""
         lost: list[tuple[Box, str]] = []
         for piece in pieces:
             piece_boxes = self.lost.get(piece.entry.name)
@@ -150,7 +155,7 @@ class _CanonicalJoiner:
         return tuple(lost)
 
     def _require_matching_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Raise if *pieces* do not fit together, and raise or add a finding if some are missing."""
+        """Raise if *pieces* contradict each other, and raise or add a finding if one is missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
         odd = next((piece for piece in pieces if (piece.entry.dtype, piece.shape) != kind), None)
@@ -215,7 +220,7 @@ class _CanonicalJoiner:
         )
 
     def _select_rows(self, piece: _Piece, boxes: BoxColumns) -> _Rows:
-        """Select the *boxes* that contain *piece*, which may be one layer of a stack."""
+        """Select the extents that contain *piece*, which may be one layer of a stacked tensor."""
         if piece.row is None:
             return _Rows(None, boxes, None)
         key = id(boxes), piece.entry.shape
@@ -224,7 +229,7 @@ class _CanonicalJoiner:
         return self.stacks[key][1][piece.row]
 
     def _move_rows(self, piece: _Piece, rows: _Rows) -> _Rows:
-        """Move the boxes of *rows* to their offsets in the canonical tensor."""
+        """Shift the boxes of *rows* to the offsets of *piece* in the canonical tensor."""
         name_parts, boxes, parts = piece.name_parts, rows.boxes, rows.parts
         offsets, sizes = boxes.offsets, boxes.sizes
         if name_parts.half and piece.shape:
@@ -246,7 +251,7 @@ def _describe_part(expert: int | None, half: int | None, count: int) -> str:
 
 
 def _to_columns(entry: TensorEntry) -> ExtentColumns | None:
-    """Return the extents of a tensor as columns, or None if their codecs differ."""
+    """Convert the extents of a tensor to columns, or return None if their codecs differ."""
     extents = entry.extents
     if isinstance(extents, ExtentColumns):
         return extents
@@ -259,7 +264,7 @@ def _to_columns(entry: TensorEntry) -> ExtentColumns | None:
 
 
 def _split_by_layer(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:
-    """Split the boxes of a stack of layers into those of each layer."""
+    """Split the boxes of a stacked tensor at layer boundaries, and group them by layer."""
     rank, layers = len(entry.shape), entry.shape[0]
     if sum(vector[0] for vector in boxes.sizes if vector) > MAX_PARTS:
         raise UnsupportedError(f"`{entry.name}` has too many chunks", where=where)
@@ -292,7 +297,7 @@ def _split_by_layer(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequen
 
 
 def _take_rows(columns: ExtentColumns, rows: _Rows, piece: _Piece) -> ExtentColumns:
-    """Select *rows* of *columns*."""
+    """Return the extents of *piece*, which are the selected *rows* of *columns*."""
     indices = rows.indices if rows.indices is not None else range(len(columns))
     files = [columns.files[n] for n in indices]
     starts = [columns.starts[n] for n in indices]

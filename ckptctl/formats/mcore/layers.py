@@ -1,4 +1,4 @@
-"""Transformer layers, stored separately or stacked along a new first dimension.
+"""Storage of transformer layers as separate tensors or stacked along a new first dimension.
 
 Megatron-Core calls a model *homogeneous* if it saves ``decoder.layers.mlp.linear_fc2.weight`` of
 shape ``[L, ...]`` for all ``L`` layers. Otherwise, ``decoder.layers.3.mlp.linear_fc2.weight`` is a
@@ -22,16 +22,16 @@ _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(
 
 @dataclass(frozen=True, slots=True)
 class LayerStorage:
-    """Storage of layers, stacked or separate.
+    """How a checkpoint stores transformer layers, either stacked or as separate tensors.
 
     Attributes:
-        count: Number of stacked layers; 0 if layers are stored separately.
+        count: Number of stacked layers, or 0 if layers are separate tensors.
     """
 
     count: int = 0
 
     def locate_leaf(self, name: str) -> tuple[str, int | None]:
-        """Return the stored name of a leaf, and its index along the stacked dimension.
+        """Return the stored name of the leaf *name*, and its layer index in the stacked tensor.
 
         The index is None if the leaf is not stacked.
         """
@@ -39,7 +39,7 @@ class LayerStorage:
         return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
     def to_stored_tensor(self, tensor: OutputTensor) -> OutputTensor:
-        """Return the stored tensor that contains *tensor*, which may be a stack of all layers."""
+        """Return the tensor to store for *tensor*, which is the stack of all layers if stacked."""
         name, place = self.locate_leaf(tensor.name)
         if place is None:
             return replace(tensor, path=(name,))
@@ -47,10 +47,10 @@ class LayerStorage:
 
 
 def build_stacked_storage(tensors: Iterable[OutputTensor]) -> LayerStorage:
-    """Check that all layers of a model are alike, and return their storage as one stack.
+    """Check that all layers of a model have equal tensors, and return their stacked storage.
 
     Raises:
-        RefusedError: Layers differ, or there are none.
+        RefusedError: Layers differ, or the model has no layers.
     """
     layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor in tensors:

@@ -30,9 +30,9 @@ from ckptctl.tree import TreePath
 
 METADATA, COMMON, METADATA_JSON = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"
-"""Object with the unsharded values of saves without ``common.pt`` (Megatron-Core 0.19)."""
+"""Key of the object that replaces ``common.pt`` in saves of Megatron-Core 0.19."""
 RUN_CONFIG = "run_config.yaml"
-"""Megatron-Bridge's model configuration."""
+"""File name of Megatron-Bridge's configuration of a training run and its model."""
 MAX_METADATA_JSON_BYTES = 1 << 16
 TORCH_DIST = "torch_dist"
 RELEASE = "release"
@@ -50,13 +50,13 @@ WRAPPED_PATHS = (
     f"{ACTOR}/dist_ckpt",
     f"{ACTOR}/model/dist_ckpt",
 )
-"""Paths of the checkpoint in a step's folder of NeMo 2 and verl."""
+"""Paths of the checkpoint, relative to the folder that NeMo 2 or verl creates for a step."""
 _WEIGHT_FILES = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOTALL)
-"""Files that show that a folder is a checkpoint itself, not a trainer's wrapper folder."""
+"""Pattern of files that show that a folder is itself a checkpoint, not a wrapper folder."""
 
 
 def find_evidence(folder: TreePath) -> str | None:
-    """Return evidence that *folder* itself is one save, or None."""
+    """Return the files that show that *folder* is itself one save, or None."""
     if not folder.is_dir():
         return None
     common, finished = is_present(folder / COMMON), is_present(folder / METADATA_JSON)
@@ -70,9 +70,9 @@ def find_evidence(folder: TreePath) -> str | None:
 
 
 def find_converted_save(path: TreePath) -> TreePath | None:
-    """Return the save in *path* if the folder only has the output of a conversion, or None.
+    """Return the folder ``release`` if *path* contains only it and the tracker file, or None.
 
-    A folder of an iteration belongs to a training run, which will add more saves.
+    A conversion writes such a folder. A training run writes an ``iter_`` folder for each save.
     """
     run = is_run_folder(path, POINTER_FILE, find_evidence)
     if not run or {item.name for item in path.iterdir()} != {POINTER_FILE, RELEASE}:
@@ -81,27 +81,30 @@ def find_converted_save(path: TreePath) -> TreePath | None:
 
 
 def find_wrapped_checkpoint(path: TreePath) -> str | None:
-    """Return the subpath of the checkpoint in a trainer's folder *path*, or None."""
+    """Return the path of the checkpoint relative to the wrapper folder *path*.
+
+    Returns None if *path* is not a wrapper folder, or is itself a checkpoint.
+    """
     subpath = next((name for name in WRAPPED_PATHS if find_evidence(path / name)), None)
     is_checkpoint = subpath and any(_WEIGHT_FILES.fullmatch(item.name) for item in path.iterdir())
     return None if is_checkpoint else subpath
 
 
 def find_skipped_critic(path: TreePath, folder: TreePath) -> str | None:
-    """Return the folder of verl's critic in *path*, or None if *folder* is not its actor's."""
+    """Return the critic folder if *path* is a verl step and *folder* its actor, or None."""
     has_critic = folder.is_relative_to(path / ACTOR) and find_wrapped_checkpoint(path / CRITIC)
     return CRITIC if has_critic else None
 
 
 def find_save_folder(path: TreePath, tag: str | None) -> TreePath:
-    """Return the folder of the save at *path*, either *path* itself or a folder in it."""
+    """Return the save folder at *path*, which is *path* itself or a subfolder, such as *tag*."""
     if tag is None and (subpath := find_wrapped_checkpoint(path)):
         return path / subpath
     return path / find_tag_folder(path, tag, POINTER_FILE, find_evidence, format_folder_name)
 
 
 def require_finished_save(files: SourceFiles) -> None:
-    """Raise if a save was interrupted, or if its backend is not supported."""
+    """Raise if the save was interrupted, or if ``metadata.json`` names an unsupported backend."""
     where = str(files.root)
     if not is_present(files.root / METADATA_JSON):
         raise DamagedError(

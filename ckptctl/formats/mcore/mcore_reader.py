@@ -72,7 +72,7 @@ from ckptctl.units import pluralize
 ARGUMENTS = "args"
 MCORE_FILES = (COMMON, METADATA_JSON, RUN_CONFIG, ADAPTER_CONFIG)
 MAX_VALUES = 1 << 19
-"""Limit for unsharded values; usually, these are a few thousand in less than a megabyte."""
+"""Maximum number of unsharded values. A checkpoint usually has a few thousand."""
 
 
 def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
@@ -129,10 +129,10 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
 def _check_other_model(
     folder: TreePath, path: TreePath, subfolder: str, options: ReadOptions, name: str
 ) -> Iterator[Finding]:
-    """Raise, or yield findings, for problems of the *subfolder* model of the step *path*.
+    """Check the model in *subfolder* of the step *path*, and yield its findings.
 
-    A step is complete only if both of its models are. Files in findings are relative to *folder*,
-    from which the tensors are read.
+    A step is only complete if both of its models are. An unusable model is an error, or a finding
+    if the read is partial. File names in findings are relative to *folder*.
     """
     home = find_save_folder(path / subfolder, None)
     try:
@@ -151,7 +151,10 @@ def _check_other_model(
 
 
 def _read_common(files: SourceFiles, faults: FaultCollector) -> Leaves:
-    """Read the unsharded values, with inert records for objects of Megatron's classes."""
+    """Read the unsharded values in ``common.pt``, or return no leaves if it was not written.
+
+    Objects of Megatron's classes become inert records.
+    """
     if not is_present(files.root / COMMON):
         if is_common_recorded(files):
             why = f"{METADATA_JSON} states that Megatron wrote it"
@@ -164,7 +167,7 @@ def _read_common(files: SourceFiles, faults: FaultCollector) -> Leaves:
 
 
 def _read_common_object(files: SourceFiles, blob: Blob, faults: FaultCollector) -> Leaves:
-    """Read the unsharded values from an object, which is a list of one dictionary."""
+    """Read the unsharded values from the object *blob*, which is a list with one dictionary."""
     try:
         return _read_dictionary(files, (blob.file or "", blob.offset, blob.nbytes), blob.name)
     except UNUSABLE_ERRORS as error:
@@ -175,15 +178,16 @@ def _read_common_object(files: SourceFiles, blob: Blob, faults: FaultCollector) 
 def _read_dictionary(
     files: SourceFiles, place: tuple[str, int, int | None], object_name: str | None = None
 ) -> Leaves:
-    """Read the unsharded values from a dictionary.
+    """Read the unsharded values from a pickled dictionary in a zip.
 
     Args:
         files: Files of the checkpoint.
         place: File, first byte and length of the zip that contains the dictionary.
-        object_name: Name of the object that stores the dictionary as a list of one, or None.
+        object_name: Name of the object that contains the dictionary in a list, or None if the zip
+            contains the dictionary directly.
 
     Raises:
-        UnsupportedError: The content is not a dictionary, or too large to be Megatron's.
+        UnsupportedError: The content is not a dictionary, or has too many values.
     """
     where = str(files.root / place[0])
     archive = read_archive(
@@ -199,7 +203,7 @@ def _read_dictionary(
 
 
 def extract_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
-    """Return Megatron's training arguments in ``common.pt``."""
+    """Return Megatron's training arguments in the leaves of ``common.pt``, or an empty dict."""
     record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, dict):
@@ -213,7 +217,7 @@ def extract_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
 
 PARENT_PREFIX, NEMO_CONFIG_FILE = "../", "io.json"
 MAX_JSON_BYTES = 4 << 20
-"""Limit in bytes for JSON files; ``io.json`` contains every object that NeMo created."""
+"""Maximum size of a JSON file in bytes. ``io.json`` contains every object that NeMo created."""
 RECORD_FILES = (
     RUN_CONFIG,
     "args.json",
@@ -222,9 +226,12 @@ RECORD_FILES = (
     f"{PARENT_PREFIX}context/model.yaml",
     f"{PARENT_PREFIX}context/{NEMO_CONFIG_FILE}",
 )
-"""Paths relative to the checkpoint; the last is only read if the one before it is missing."""
+"""Paths of configuration files, relative to the checkpoint.
+
+The last file is only read if the second to last is missing.
+"""
 MAX_DEPTH, MAX_NODES = 64, 100_000
-"""Limits for nested levels and values, as references can repeat values or form cycles."""
+"""Maximum nesting depth and number of converted values, as references can form cycles."""
 _ITEM_KEY = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
 _TARGET_KEY = "fn_or_cls"
 
@@ -232,9 +239,10 @@ _TARGET_KEY = "fn_or_cls"
 def read_records(
     folder: TreePath, arguments: Mapping[str, Mapping[str, object]], faults: FaultCollector
 ) -> dict[str, Mapping[str, object]]:
-    """Read the trainer's records of the model in *folder*, by file.
+    """Read the files in which the trainer recorded the configuration of the model in *folder*.
 
-    *arguments* are the arguments of the trainer, also by file.
+    Returns the content of each file by file name, including *arguments*, which map the name of an
+    already read file to the trainer's arguments in it.
     """
     records_by_file = {name: values for name, values in arguments.items() if values}
     for name in RECORD_FILES:
@@ -274,7 +282,7 @@ def _make_record_reader(home: TreePath) -> Callable[[str], Mapping[str, object]]
 
 
 def parse_nemo_model(document: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return the model configuration in NeMo 2's ``io.json``, or an empty dict.
+    """Return the model configuration in NeMo 2's ``io.json``, or an empty dict if it has none.
 
     Raises:
         UnsupportedError: The document is not a configuration.
@@ -297,7 +305,7 @@ class _FiddleConverter:
         self._objects, self._seen = objects, 0
 
     def resolve_reference(self, node: object) -> object:
-        """Resolve *node* if it is a reference."""
+        """Return the object that *node* refers to, or *node* itself if it is not a reference."""
         refers = isinstance(node, dict) and node.get("type") == "ref"
         return self._objects[str(node["key"])] if refers else node  # type: ignore[index]
 

@@ -98,16 +98,16 @@ METADATA_JSON_CONTENT = json.dumps(
         "common_backend_version": 1,
     }
 ).encode()
-"""Content of ``metadata.json``, without which Megatron-Core does not recognize a folder."""
+"""Content of ``metadata.json``, which Megatron-Core requires to recognize a checkpoint."""
 CONTENT_KEY, SEPARATE_LAYERS_KEY = "content_metadata", "non_homogeneous_layers"
-"""Keys of the arguments that Megatron-Core passes to ``sharded_state_dict`` for loading."""
+"""Keys in ``common.pt`` for the arguments of ``sharded_state_dict`` when loading."""
 NO_STATE: Mapping[str, object] = {}
 CHECKPOINT_VERSION = 3.0
-"""Checkpoint version; since 2.0, queries, keys and values are grouped in one tensor."""
+"""Megatron's checkpoint version. Since 2.0, queries, keys and values share one tensor."""
 
 
 def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
-    """Lay out a model whose tensors have the names of layout ``mcore``."""
+    """Lay out the checkpoint of a model whose tensors have Megatron-Core's canonical names."""
     training_state = separate_training_state(request.tensors, request.blobs, request.notes)
     request = replace(
         request, tensors=[t for t in request.tensors if t not in training_state.tensors]
@@ -169,7 +169,7 @@ def _lay_out_common_tensors(
     records: list[Record],
     places: dict[str, list[TensorPlace]],
 ) -> OutputFile:
-    """Lay out ``common.pt`` with *tensors*, and extend *records* and *places*."""
+    """Return the output file ``common.pt``, and add its *tensors* to *records* and *places*."""
     first = len(records)
     for tensor, offset in zip(tensors, common.data_offsets, strict=True):
         places[tensor.name] = [TensorPlace(Box.whole(tensor.shape), len(records))]
@@ -178,7 +178,7 @@ def _lay_out_common_tensors(
 
 
 class DescriptionFiles(NamedTuple):
-    """Content of ``common.pt`` and of the other files without tensors."""
+    """Content of ``common.pt``, and of the files that describe the model without tensors."""
 
     common: Mapping[str, object]
     contents: Mapping[str, bytes]
@@ -187,7 +187,7 @@ class DescriptionFiles(NamedTuple):
 def build_description_files(
     request: OutputRequest, training_state: Mapping[str, object]
 ) -> DescriptionFiles:
-    """Build the files without tensors, which describe a model and its *training_state*."""
+    """Build the files that describe a model and its *training_state* without tensors."""
     if request.adapter is not None:
         return _build_adapter_files(request, request.adapter)
     arguments = None
@@ -218,7 +218,7 @@ def build_description_files(
 def _build_adapter_files(
     request: OutputRequest, settings: Mapping[str, object]
 ) -> DescriptionFiles:
-    """Build the files without tensors, which describe an adapter and, if known, its base model."""
+    """Build the files that describe an adapter and, if it is known, its base model."""
     noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _make_or_copy_config(
         request, build_run_config, carried.adapt_run_config, RUN_CONFIG, noun
@@ -248,7 +248,10 @@ def _make_or_copy_config(
     file: str,
     noun: str,
 ) -> dict[str, object] | None:
-    """Make a configuration with *make*, or else copy the source's *file* with *copy_record*."""
+    """Make a configuration with *make*, or copy *file* from the source if that fails.
+
+    Returns None if the source has no usable *file* either.
+    """
     config, why_not = _make_config(request, make)
     if config is not None:
         return config
@@ -269,7 +272,7 @@ def _make_or_copy_config(
 def _make_config(
     request: OutputRequest, make: Callable[..., dict[str, object]]
 ) -> tuple[dict[str, object] | None, str]:
-    """Make a configuration with *make*, or return None and the reason for the failure."""
+    """Return a configuration made with *make*, or None with the reason why it cannot be made."""
     if request.config is None or request.family is None:
         if request.family is None:
             return None, f"the model type is unknown (set {format_option('--model-type')})"
@@ -288,13 +291,13 @@ def _make_config(
 
 
 def _get_padded_vocabulary_size(request: OutputRequest) -> int | None:
-    """Return the padded size of the vocabulary, or None."""
+    """Return the number of rows of the embedding, or None if the output has no embedding."""
     row_counts = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
     return next(row_counts, None)
 
 
 def _find_main_dtype(request: OutputRequest) -> str | None:
-    """Return the dtype of most bytes of the model, or None."""
+    """Return the dtype with the most bytes in the model's tensors, or None without tensors."""
     total: dict[str, int] = {}
     for tensor in request.tensors:
         if not is_optimizer_state(tensor.name):
@@ -312,8 +315,8 @@ def build_common_content(
 
     Args:
         arguments: Arguments of Megatron-LM by name, or None if unknown.
-        stacked: Whether layers are stacked.
-        training_state: Training state of a run; its arguments take precedence.
+        stacked: Whether all layers are stacked in one tensor.
+        training_state: Training state to add. Its arguments take precedence over *arguments*.
     """
     saved = training_state.get(CONTENT_KEY)
     sharding_arguments: dict[str, object] = {
@@ -338,7 +341,7 @@ def build_common_content(
 def lay_out_common_file(
     content: Mapping[str, object], tensors: Sequence[OutputTensor] = ()
 ) -> zip_writer.ZipLayout:
-    """Lay out ``common.pt`` with *content*, in which *tensors* are stored."""
+    """Compute the zip layout of ``common.pt``, whose *content* refers to *tensors*."""
     storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
     return zip_writer.compute_zip_layout(dump_pickle(content), storages, folder="common")
 
@@ -349,12 +352,12 @@ MAX_ITERATION = 10**12
 
 
 class McoreTrainingState(NamedTuple):
-    """Training state and objects that are written with the model.
+    """Training state and sharded objects that are written with the model.
 
     Attributes:
-        objects: Items of the DCP directory.
-        tensors: Tensors in ``common.pt``; all others are in the DCP directory.
-        common: Content of ``common.pt``; empty if no run can resume from it.
+        objects: Sharded objects, which are items of the DCP directory.
+        tensors: Tensors in ``common.pt``. All other tensors are in the DCP directory.
+        common: Training state in ``common.pt``. Empty if no run can resume from it.
     """
 
     objects: tuple[Blob, ...]
@@ -363,19 +366,19 @@ class McoreTrainingState(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Folder name of the save."""
+        """Folder name of the save, which is ``release`` if no run can resume from it."""
         return f"iter_{self.common[ITERATION_KEY]:07d}" if self.common else RELEASE
 
     @property
     def pointer(self) -> str:
-        """Content of the tracker file."""
+        """Content of the tracker file, which is the iteration number or ``release``."""
         return str(self.common[ITERATION_KEY]) if self.common else RELEASE
 
 
 def separate_training_state(
     tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes
 ) -> McoreTrainingState:
-    """Separate training state and objects from the model in *tensors* and *blobs*.
+    """Separate training state and sharded objects in *tensors* and *blobs* from the model.
 
     Raises:
         RefusedError: Megatron-Core cannot load the optimizer state.
@@ -406,7 +409,7 @@ def separate_training_state(
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Return whether a tensor belongs to the optimizer state."""
+    """Return whether the tensor *name* belongs to the optimizer state."""
     return name.startswith(f"{OPTIMIZER}.")
 
 
@@ -442,7 +445,7 @@ def _build_common_state(
 
 
 def _restore_integer_key(path: Path) -> Path:
-    """Convert an optimizer's number in *path*, which DCP makes a string, back to an integer."""
+    """Convert the optimizer index in *path* back to an integer, which DCP turned into a string."""
     head, *rest = path
     if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):
         return (head, int(rest[0]), *rest[1:])

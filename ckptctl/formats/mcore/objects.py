@@ -1,4 +1,4 @@
-"""Objects that ranks shard like tensors, called ``KEY/shard_3_32``.
+"""Sharded objects, which are non-tensor values called ``KEY/shard_3_32``.
 
 After the slash are the offset of an object in the grid of its key and the global shape of that
 grid. The naming follows that of tensors (:mod:`ckptctl.formats.mcore.spelling`): the layer of a
@@ -36,7 +36,7 @@ ATTENTION = "self_attention"
 CORE = "core_attention"
 _MODULES_WITHOUT_STATE = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
 _CONVOLUTIONS = frozenset({"conv1d", "in_proj"})
-"""Modules without extra state.
+"""Parent modules of convolution weights, which have no extra state.
 
 Routers, gates and convolutions are not Transformer Engine modules, and fused parts are not modules
 at all. ``GPTModel.sharded_state_dict`` removes the extra state of the output layer.
@@ -45,20 +45,20 @@ _EXPERTS = ".mlp.experts.experts."
 
 
 def is_sharded_object(name: str) -> bool:
-    """Return whether a leaf is a sharded object."""
+    """Return whether the leaf *name* is a sharded object."""
     return _OBJECT.fullmatch(name) is not None
 
 
 def format_object_name(key: str, offset: Sequence[int], grid: Sequence[int]) -> str:
     """Return the name of the object at *offset* in a grid of shape *grid*.
 
-    Both are empty for a single object.
+    *offset* and *grid* are empty for a single object.
     """
     return f"{key}/shard_{_join_numbers(offset or [0])}_{_join_numbers(grid or [1])}"
 
 
 def to_canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-    """Rename the objects in *blobs* to match canonical tensors."""
+    """Rename the sharded objects in *blobs* to match the canonical tensor names."""
     parsed_names = {
         name: parse_tensor_name(match[1]) for name in blobs if (match := _OBJECT.fullmatch(name))
     }
@@ -80,7 +80,7 @@ def to_canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
 
 
 def to_stored_object(blob: Blob, layers: LayerStorage) -> Blob:
-    """Rename *blob* from its canonical name to the one for the storage of *layers*."""
+    """Rename *blob* from its canonical name to its stored name, which differs in stacked layers."""
     match = _OBJECT.fullmatch(blob.name)
     stored, layer = layers.locate_leaf(match[1]) if match else (blob.name, None)
     if match is None or layer is None:
@@ -107,7 +107,7 @@ def _to_canonical_name(name: str, name_parts: TensorNameParts, experts: int) -> 
 
 
 def _parse_object_place(match: re.Match[str]) -> tuple[list[int], list[int]]:
-    """Return the offset of an object and the grid shape, both empty for a single object."""
+    """Return the offset of an object and the shape of its grid. Both are empty for one object."""
     offset, grid = ([int(number) for number in match[group].split(".")] for group in (2, 3))
     return ([], []) if grid == [1] else (offset, grid)
 
@@ -124,8 +124,8 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
     """Yield the extra-state objects of the modules whose parameters are *tensors*.
 
     Args:
-        tensors: Tensors of a model with separate layers.
-        layers: Storage of the layers.
+        tensors: Tensors of the model, with a separate tensor for every layer.
+        layers: How the output stores the layers.
     """
     seen: set[str] = set()
     for tensor in tensors:
@@ -137,7 +137,10 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
 
 
 def _iterate_modules(name: str) -> Iterator[str]:
-    """Yield the modules that a parameter belongs to, its own and the attention around it."""
+    """Yield the modules with extra state that the parameter *name* requires.
+
+    These are the module of the parameter and the core attention next to it.
+    """
     module = name.rpartition(".")[0]
     parts = module.split(".")
     convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
@@ -154,7 +157,7 @@ def _iterate_modules(name: str) -> Iterator[str]:
 
 
 def _make_extra_state_objects(module: str, experts: int, layers: LayerStorage) -> Iterator[Blob]:
-    """Yield the extra-state object of a module, or of each of its experts."""
+    """Yield the extra-state object of *module*, or one object for each of its *experts*."""
     stored, place = layers.locate_leaf(f"{module}.{EXTRA_STATE}")
     offset, total = ([place], [layers.count]) if place is not None else ([], [])
     for expert in range(experts) if experts else [None]:

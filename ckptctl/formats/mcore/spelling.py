@@ -41,9 +41,9 @@ _PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\
 _LAYERS, HALF_SUFFIXES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
-"""Limits for the numbers in names and arguments."""
+"""Maximum number of layers and experts in tensor names and arguments."""
 _UNEVEN_ARGUMENTS = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
-"""Arguments of models that may have layers without any tensors."""
+"""Training arguments of models in which some layers may have no tensors."""
 
 
 class TensorNameParts(NamedTuple):
@@ -51,11 +51,11 @@ class TensorNameParts(NamedTuple):
 
     Attributes:
         prefix: Canonical name up to the layer number, or the full name.
-        suffix: Rest of the name.
-        stack: Container of the layers, such as ``decoder.layers``; empty outside of layers.
-        layer: Layer number; None if all layers are stacked.
-        expert: Expert number; None if the tensor has all experts, or is not an expert.
-        half: 0 for gate, 1 for up; None if the tensor has both or neither.
+        suffix: Canonical name after the layer number, or an empty string.
+        stack: Container of the layers, such as ``decoder.layers``. Empty outside of layers.
+        layer: Layer number, or None if all layers are stacked.
+        expert: Expert number, or None if the tensor has all experts or is not an expert.
+        half: 0 for gate, 1 for up, or None if the tensor has both or neither.
     """
 
     prefix: str
@@ -72,11 +72,11 @@ class TensorNameParts(NamedTuple):
 
     @property
     def tensor_kind(self) -> tuple[str, str]:
-        """Key of this tensor in all layers, which is its stack and its name within the layer."""
+        """Stack of this tensor and its name within a layer, which are equal in all layers."""
         return self.stack, self.suffix if self.stack else self.prefix
 
     def format_canonical_name(self, layer: int | None = None) -> str:
-        """Return the canonical name of the tensor, or of its *layer*."""
+        """Return the canonical name. *layer* is the layer number if this tensor is stacked."""
         number = self.layer if layer is None else layer
         return self.prefix + (f"{number}." if self.stack else "") + self.suffix
 
@@ -102,15 +102,15 @@ def parse_tensor_name(name: str) -> TensorNameParts:
 
 
 def is_fsdp_checkpoint(names: Iterable[str]) -> bool:
-    """Return whether any of *names* is a part of a tensor that Megatron-FSDP saved in parts."""
+    """Return whether *names* contain a gate or up tensor that Megatron-FSDP saved separately."""
     parts = (name.rpartition(".linear_fc1.weight") for name in names)
     return any(".mlp." in f"{head}." and _FSDP_PART.fullmatch(tail) for head, _, tail in parts)
 
 
 def find_parameter_name(name: str) -> str | None:
-    """Return the canonical name of the parameter that an optimizer state belongs to, or None.
+    """Return the canonical name of the parameter whose optimizer state is called *name*.
 
-    Only names of states of parameters that Megatron-FSDP saves in parts are recognized.
+    Returns None unless the parameter is one that Megatron-FSDP saves as separate tensors.
     """
     match = _PART_STATE.fullmatch(name)
     return parse_tensor_name(match[1]).format_canonical_name() if match else None
@@ -131,7 +131,7 @@ def require_all_layers(
     arguments: Mapping[str, object],
     faults: FaultCollector,
 ) -> None:
-    """Raise or add a finding if layers are missing, by names, shapes and *arguments*."""
+    """Raise or add a finding if layers are missing according to names, shapes or *arguments*."""
     by_stack: dict[str, dict[str, TensorNameParts]] = {}
     for name, parts in parsed_names.items():
         if parts.stack:
@@ -166,7 +166,7 @@ def _require_layer_count(
     argument_count: int | None,
     where: str,
 ) -> None:
-    """Raise if the number of layers of a stack is ambiguous, or too large."""
+    """Raise if names, shapes and arguments disagree on the number of layers, or it is too large."""
     evidence_by_count = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
     if high and (high > (argument_count or high) or any(high > count for count in stacked)):
@@ -189,7 +189,7 @@ def _require_layer_count(
 
 
 def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
-    """Return the number of decoder layers in the arguments, or None if unknown."""
+    """Return the number of decoder layers in the training *arguments*, or None if not recorded."""
     values = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
     return next((count for count in values if type(count) is int and 0 < count <= MAX_LAYERS), None)
 
@@ -197,7 +197,10 @@ def _read_layer_count(arguments: Mapping[str, object]) -> int | None:
 def count_experts(
     parsed_names: Iterable[TensorNameParts], arguments: Mapping[str, object], where: str
 ) -> dict[tuple[str, str], int]:
-    """Count the experts of each :attr:`TensorNameParts.tensor_kind` with separate experts."""
+    """Count the experts of each tensor kind whose experts are stored as separate tensors.
+
+    Returns the counts by :attr:`TensorNameParts.tensor_kind`.
+    """
     counts: dict[tuple[str, str], int] = {}
     values = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
     argument_count = next(

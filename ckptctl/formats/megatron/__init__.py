@@ -16,7 +16,7 @@ from ckptctl.tree import TreePath
 
 
 class MegatronFormat(Format):
-    """A folder of one save, or its parent with ``latest_checkpointed_iteration.txt``."""
+    """Folder of one save, or its parent folder with ``latest_checkpointed_iteration.txt``."""
 
     name = "megatron"
     title = "Megatron-LM (legacy): mp_rank_XX/model_optim_rng.pt of every rank"

@@ -1,6 +1,6 @@
-"""The files of all ranks of one Megatron save, checked for missing and swapped files.
+"""Read the files of all ranks of one Megatron save, and detect missing and swapped files.
 
-The numbers of the writing processes ascend in the order of the grid positions.
+The recorded process ranks must ascend in the order of the grid positions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _SIZE_ARGUMENTS = (
 
 
 class GridPosition(NamedTuple):
-    """Position of a rank, or the size of the grid. Positions sort in rank order.
+    """Position of a rank in the grid, or number of ranks along each axis of the grid.
+
+    Positions sort in rank order.
 
     Attributes:
-        pipeline: The pipeline stage.
-        expert: The expert-parallel rank.
-        tensor: The tensor-parallel rank.
+        pipeline: Pipeline stage, or number of pipeline stages.
+        expert: Expert-parallel rank or size.
+        tensor: Tensor-parallel rank or size.
     """
 
     pipeline: int
@@ -50,7 +52,7 @@ def determine_grid_sizes(
     states: Mapping[FolderNumbers, RankState],
     where: str,
 ) -> GridPosition:
-    """Return the size of the grid of ranks by the arguments, or else by the folder names."""
+    """Return the grid size from the recorded arguments, or from folder names without arguments."""
     files_by_size: dict[GridPosition, str] = {}
     for state in states.values():
         state_sizes = _read_sizes(state)
@@ -117,7 +119,7 @@ def _infer_sizes(files_by_numbers: Mapping[FolderNumbers, str], where: str) -> G
 
 
 def _format_file_name(place: GridPosition, sizes: GridPosition) -> str:
-    """Return the file of a rank, relative to the save's folder."""
+    """Return the path of the file of the rank at *place*, relative to the save's folder."""
     pipeline = f"_{place.pipeline:03d}" if sizes.pipeline > 1 else ""
     expert = f"_{place.expert:03d}" if sizes.expert > 1 else ""
     return f"mp_rank_{place.tensor:02d}{pipeline}{expert}/{MODEL_FILE}"
@@ -129,12 +131,12 @@ def _format_sizes(sizes: GridPosition) -> str:
 
 
 class Grid(NamedTuple):
-    """Content of all ranks' files of one save.
+    """Files of all ranks of one save, and their contents.
 
     Attributes:
         sizes: Number of ranks along each kind of parallelism.
-        states: Readable states by position, in order.
-        files: Files of all ranks by position, including unreadable ones.
+        states: Contents of the readable files by position, in rank order.
+        files: Paths of all files by position, including missing and unreadable files.
     """
 
     sizes: GridPosition
@@ -143,15 +145,15 @@ class Grid(NamedTuple):
 
     @property
     def first_state(self) -> RankState:
-        """First readable state."""
+        """Content of the first readable file in rank order."""
         return next(iter(self.states.values()))
 
     def get_tensors_by_position(
         self, chunk: tuple[int, int], key: str
     ) -> dict[GridPosition, LocalTensor | None]:
-        """Map the ranks of a pipeline stage to their tensor *key*, or to None if it is absent.
+        """Return the tensor *key* of each rank of a pipeline stage, or None for ranks without it.
 
-        *chunk* is a virtual stage and a pipeline stage.
+        *chunk* is ``(virtual stage, pipeline stage)``.
         """
         virtual, stage = chunk
         tensors: dict[GridPosition, LocalTensor | None] = {}
@@ -163,7 +165,10 @@ class Grid(NamedTuple):
 
 
 def read_grid(files: SourceFiles, folder: str, faults: FaultCollector) -> Grid:
-    """Read the files of all ranks of one save."""
+    """Read the files of all ranks of the save in *folder*.
+
+    Raises if files belong to different saves, or if one is unusable and the read is not partial.
+    """
     where = str(files.root / folder)
     prefix = f"{folder}/" if folder else ""
     files_by_numbers = {

@@ -35,11 +35,14 @@ MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
 _ITERATION = re.compile(r"\d{1,15}", re.ASCII)
 FolderNumbers = tuple[int, ...]
-"""Numbers in a folder's name: the tensor-parallel rank and up to two more."""
+"""Numbers in the name of a rank folder.
+
+The first is the tensor-parallel rank, and up to two are pipeline stage and expert-parallel rank.
+"""
 
 
 def find_evidence(folder: TreePath) -> str | None:
-    """Return evidence that *folder* is one save, or None."""
+    """Return the number of rank files as evidence that *folder* is one save, or None."""
     if not folder.is_dir():
         return None
     folders = [
@@ -51,7 +54,7 @@ def find_evidence(folder: TreePath) -> str | None:
 
 
 def parse_rank_folder(name: str) -> FolderNumbers | None:
-    """Parse the numbers in a rank folder's name, or return None for another folder."""
+    """Parse the numbers in the name of a rank folder, or return None for other names."""
     match = _RANK.fullmatch(name)
     if match is None:
         return None
@@ -59,12 +62,15 @@ def parse_rank_folder(name: str) -> FolderNumbers | None:
 
 
 def format_folder_name(text: str) -> str:
-    """Return the folder for the pointer's text, which is a number or ``release``."""
+    """Return the folder that *text*, the content of the tracker file, refers to.
+
+    *text* is an iteration number or ``release``.
+    """
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
 def list_rank_folders(root: TreePath, folder: str) -> dict[FolderNumbers, str]:
-    """Return the folders of the ranks by their numbers, even if their file is missing."""
+    """Return the names of all rank folders by their numbers, even if a folder has no file."""
     names_by_numbers: dict[FolderNumbers, str] = {}
     items = ((item.name, parse_rank_folder(item.name), item) for item in (root / folder).iterdir())
     candidates = [
@@ -91,7 +97,7 @@ def list_rank_folders(root: TreePath, folder: str) -> dict[FolderNumbers, str]:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor in one rank's file, with its path in the state dict of the model."""
+    """Tensor in the file of one rank, with its key path in the model's state dict."""
 
     path: KeyPath
     tensor: StoredTensor
@@ -99,16 +105,17 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Content of one rank's file.
+    """Content of the file of one rank.
 
     Attributes:
         file: Path of the file, relative to the checkpoint's root.
-        arguments: Training arguments; empty if not recorded.
-        iteration: Recorded iteration, of any type.
-        model_chunks: Tensors by name, of each virtual pipeline stage; one entry if there are none.
+        arguments: Training arguments. Empty if not recorded.
+        iteration: Recorded iteration, which may have any type.
+        model_chunks: Tensors of each virtual pipeline stage by name. One entry without virtual
+            stages.
         has_extra_state: Whether layers have extra state, which is not read.
-        content: The complete content.
-        has_checksums: Whether the file has checksums.
+        content: Complete content of the file.
+        has_checksums: Whether the file records checksums.
     """
 
     file: str
@@ -120,13 +127,13 @@ class RankState:
     has_checksums: bool
 
     def find_argument(self, name: str) -> int | None:
-        """Return an integer argument, or None if it is missing or not an integer."""
+        """Return the training argument *name*, or None if it is missing or not an integer."""
         value = self.arguments.get(name)
         return value if type(value) is int else None
 
 
 def read_rank_state(files: SourceFiles, name: str) -> RankState:
-    """Read one rank's file."""
+    """Read the file *name* of one rank."""
     from ckptctl.storage.zips.zip_reader import read_archive  # not for detection
 
     archive = read_archive(files, name, unknown="inert")
@@ -152,7 +159,7 @@ def read_rank_state(files: SourceFiles, name: str) -> RankState:
 
 
 def _find_model_keys(content: Mapping[str, object], where: str) -> tuple[str, ...]:
-    """Return the keys of the model's virtual pipeline stages in order."""
+    """Return the keys of the model, which are several if it has virtual pipeline stages."""
     if MODEL_KEY in content:
         return (MODEL_KEY,)
     numbers = range(min(len(content), MAX_CHUNKS))
@@ -172,7 +179,7 @@ def is_model_key(key: str) -> bool:
 
 
 def _extract_tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
-    """Return the tensors of a state dict, and whether it also has extra state."""
+    """Return the tensors of a model state dict by name, and whether it contains extra state."""
     from ckptctl.formats.shared.stored_leaves import is_stored_tensor, refuse_hidden_tensors
     from ckptctl.storage.zips.zip_reader import StoredTensor
 

@@ -128,7 +128,7 @@ def _list_notes(grid: Grid, model: ModelJoiner, root: TreePath) -> Iterator[str]
 
 
 def _iterate_model_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the model facts in *arguments*, by their names in config.json."""
+    """Yield ``(config.json field, value)`` for each training argument that config.json also has."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
     argument_names = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
     for fact in TRAINING_ARGUMENT_FACTS:
@@ -147,13 +147,13 @@ _REPLICATED_RULE = DivisionRule((), None)
 
 
 class ModelJoiner:
-    """Joiner of the ranks' tensors into the complete model.
+    """Joiner of the tensors of all ranks into the complete model.
 
-    *rules* are required if there are several ranks.
+    *rules* must not be None if the save has several ranks.
 
     Attributes:
-        joined_tensors: Tensors by name, with holes if a rank's file is unreadable.
-        comparison: Comparison of the copies that several ranks have.
+        joined_tensors: Tensors of the complete model by name, without chunks in unreadable files.
+        comparison: Comparison of tensors that several ranks store.
     """
 
     def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
@@ -174,7 +174,7 @@ class ModelJoiner:
         self._refuse_copied_files()
 
     def _add_tensor(self, chunk: VirtualStage, key: str) -> None:
-        """Join the tensor *key* of all ranks, or an expert for each expert-parallel rank."""
+        """Join the tensor *key* of all ranks. Each expert-parallel rank has a different expert."""
         tensors_by_position = self.grid.get_tensors_by_position(chunk, key)
         template = self._require_equal_tensors(key, tensors_by_position)
         for rank in range(self.grid.sizes.expert):
@@ -211,7 +211,7 @@ class ModelJoiner:
     def _require_equal_tensors(
         self, key: str, tensors_by_position: Mapping[GridPosition, LocalTensor | None]
     ) -> LocalTensor:
-        """Return one rank's tensor, or raise if another rank's is missing or different."""
+        """Check that all ranks have the tensor *key* with equal dtype and shape, and return one."""
         place, template = next(
             (p, candidate) for p, candidate in tensors_by_position.items() if candidate is not None
         )
@@ -286,10 +286,10 @@ class ModelJoiner:
     def _require_equal_copies(
         self, name: str, dtype: str, first_extent: Extent, second_extent: Extent, *, by_rule: bool
     ) -> None:
-        """Raise if two extents have different values.
+        """Raise if two extents that should be copies have different values.
 
-        Copies that are only copies according to a rule (*by_rule*) are always read. Otherwise,
-        recorded checksums are compared, and copies without checksums are read if they are small.
+        If only a rule states that they are copies (*by_rule*), the values are always compared.
+        Otherwise, recorded checksums are compared, or the values if they are small.
         """
         first, second = (
             make_standalone_entry(name, dtype, extent) for extent in (first_extent, second_extent)
@@ -310,7 +310,7 @@ class ModelJoiner:
             )
 
     def _refuse_copied_files(self) -> None:
-        """Raise if all divided tensors or experts of two files are equal, so one file is a copy."""
+        """Raise if two ranks have equal checksums for all divided tensors or all experts."""
         for checksums_by_place in (self._divided_checksums, self._expert_checksums):
             seen: dict[tuple[int | None, ...], GridPosition] = {}
             for place, checksums in checksums_by_place.items():
@@ -326,7 +326,7 @@ class ModelJoiner:
 
     @property
     def lost(self) -> dict[str, tuple[tuple[Box, str], ...]]:
-        """Boxes of each tensor that are only in unreadable files."""
+        """``(box, file)`` of each chunk that only unreadable files contain, by tensor name."""
         lost = {
             name: tuple(
                 pair for pair in boxes.items() if pair[0] not in self.joined_tensors[name].extents
@@ -347,14 +347,14 @@ class ModelJoiner:
 _RULES_ADVICE = "write a rules file (see docs/how-to/megatron.md)"
 MAX_SHOWN_SHAPES = 20
 VirtualStage = tuple[int, int]
-"""Numbers of a virtual stage and its pipeline stage, which sort in the order of the model."""
+"""``(virtual stage, pipeline stage)``, which sorts in the order of the model's layers."""
 
 
 class GlobalNameMapping:
-    """Mapping of the ranks' tensor names to those of the complete model.
+    """Mapping from tensor names on one rank to tensor names in the complete model.
 
     Attributes:
-        names_by_stage: Local tensor names of each virtual stage, in the order of the model.
+        names_by_stage: Tensor names in the files of each virtual stage, in the order of the model.
     """
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
@@ -459,7 +459,7 @@ class GlobalNameMapping:
             )
 
     def to_global_name(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
-        """Return a tensor's name in the complete model, and whether an expert number is in it."""
+        """Return the tensor name in the complete model, and whether it has an expert number."""
         match = self.rules.match_expert_number(name)
         if match:
             prefix, suffix = name[: match.start(1)], name[match.end(1) :]
@@ -525,7 +525,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
 
 
 def _find_tensors_without_rule(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
-    """Return the tensors without a rule, with their shapes on one rank."""
+    """Map the names of tensors that no rule matches to their shapes on one rank."""
     names = GlobalNameMapping(grid, rules, where)
     unmatched: dict[str, object] = {}
     for chunk, keys in names.names_by_stage.items():

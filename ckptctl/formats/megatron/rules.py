@@ -1,8 +1,9 @@
-"""Rules files, which define how Megatron's ranks divide tensors.
+"""Read rules files, which define how Megatron's ranks divide tensors.
 
-A rules file is TOML. ``[[rule]]`` tables contain the dimension along which ranks divide tensors,
-``[layers]`` the lists of layers that pipeline stages divide, and ``[experts]`` the names that
-contain an expert number. ``core.toml`` next to this module is an example.
+A rules file is TOML. A ``[[rule]]`` table names the dimension along which tensor-parallel ranks
+divide tensors. ``[layers]`` lists the containers whose layers pipeline stages divide, and
+``[experts]`` the names that contain an expert number. The file ``core.toml``
+next to this module is an example.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class DivisionRule(ClosedSchema):
 
     Attributes:
         names: Globs; ``*`` matches any characters.
-        dim: Dimension that ranks divide; None if every rank has the full tensor.
-        parts: Fused parts along *dim*, which are divided separately, as a number of equal parts or
-            as the length of each on one rank; ``gated`` for two in gated layers, else one.
-        size: Argument with the global size of *dim*.
+        dim: Dimension that ranks divide, or None if every rank has the full tensor.
+        parts: Number of equal fused tensors along *dim*, which are divided separately, or the
+            length of each on one rank. ``gated`` means two in gated layers and one otherwise.
+        size: Training argument with the global size of *dim*.
         replicated: Whether the table states that no dimension is divided.
     """
 
@@ -70,8 +71,8 @@ class _ExpertsTable(ClosedSchema):
     """The ``[experts]`` table.
 
     Attributes:
-        names: Parts of names with ``#`` for the expert number.
-        count: Argument with the number of experts.
+        names: Substrings of tensor names, with ``#`` for the expert number.
+        count: Training argument with the number of experts.
     """
 
     names: tuple[str, ...] = ()
@@ -92,12 +93,12 @@ class Rules:
     """A parsed rules file.
 
     Attributes:
-        where: The file.
-        rules: Rules in order.
-        layers: Lists of layers that pipeline stages divide, each with the argument for its length,
-            or an empty string if there is none.
-        experts: Patterns for names with an expert number, which is group 1.
-        experts_count: Argument with the number of experts in a layer.
+        where: Path of the file for error messages.
+        rules: Rules in order of precedence.
+        layers: For each container whose layers pipeline stages divide, the training argument with
+            its number of layers, or an empty string.
+        experts: Regular expressions for names with an expert number, which is group 1.
+        experts_count: Training argument with the number of experts in a layer.
     """
 
     where: str
@@ -107,11 +108,11 @@ class Rules:
     experts_count: str | None = None
 
     def find_rule(self, name: str) -> DivisionRule | None:
-        """Return the first rule that matches the tensor *name*, or None."""
+        """Return the first rule that matches the tensor *name*, or None if no rule matches."""
         return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
     def match_expert_number(self, name: str) -> re.Match[str] | None:
-        """Return the match whose group 1 is the expert number in *name*, or None."""
+        """Match the expert number in *name* as group 1, or return None if it has none."""
         return next((match for pattern in self.experts if (match := pattern.search(name))), None)
 
 
@@ -163,9 +164,9 @@ class TensorDivision(NamedTuple):
 
     Attributes:
         local_shape: Shape on one rank.
-        dim: Dimension that ranks divide; None if each has the full tensor.
-        part_lengths: Lengths of the fused parts along *dim* on one rank.
-        ranks: Number of ranks.
+        dim: Dimension that ranks divide, or None if every rank has the full tensor.
+        part_lengths: Length along *dim* of each fused tensor on one rank.
+        ranks: Number of tensor-parallel ranks.
     """
 
     local_shape: Shape
@@ -175,14 +176,14 @@ class TensorDivision(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Global shape."""
+        """Shape of the complete tensor."""
         return tuple(
             size * (self.ranks if dim == self.dim else 1)
             for dim, size in enumerate(self.local_shape)
         )
 
     def iterate_pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
-        """Yield the boxes of *rank* in the global tensor, with their offsets in the local one."""
+        """Yield each box of *rank* in the complete tensor, with its offsets in the local tensor."""
         if self.dim is None or self.local_shape == self.shape:
             yield Box.whole(self.local_shape), (0,) * len(self.local_shape)
             return
@@ -200,7 +201,10 @@ class TensorDivision(NamedTuple):
 
 
 def get_second_layer_name(key: str) -> str:
-    """Return the name of the weight whose number of columns shows whether a layer is gated."""
+    """Return the name of the ``linear_fc2`` weight for the ``linear_fc1`` tensor *key*.
+
+    Its number of columns shows whether the layer is gated.
+    """
     return key.replace(FIRST_LAYER, SECOND_LAYER).replace(".bias", ".weight")
 
 
@@ -213,14 +217,14 @@ def divide_tensor(
     *,
     swiglu: bool,
 ) -> TensorDivision:
-    """Apply a rule to a tensor of shape *local* on one rank.
+    """Compute how *rule* divides a tensor that has the shape *local* on one rank.
 
     Args:
         key: Name of the tensor.
         local: Shape on one rank.
         rule: Rule that matches the tensor.
         ranks: Number of tensor-parallel ranks.
-        partner_shape: Shape of the weight called :func:`get_second_layer_name`, or None if unknown.
+        partner_shape: Shape of the weight that :func:`get_second_layer_name` names, or None.
         swiglu: Whether the arguments state that the layers are gated.
 
     Raises:
