@@ -1,1 +1,1 @@
-"""Remote storage: the Hugging Face Hub and the file systems of fsspec."""
+"""Remote storage on the Hugging Face Hub and in fsspec file systems."""

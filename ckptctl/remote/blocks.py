@@ -1,8 +1,8 @@
 """Block cache of remote files, with read-ahead for sequential reads.
 
 A read at a new offset fetches one small block, so that reading a header transfers little. A read
-that continues where an earlier one ended doubles the number of fetched blocks, like the read-ahead
-of kernels, up to the end that the reader marked.
+that continues at the end of an earlier read doubles the number of fetched blocks, like the
+read-ahead of an operating system. Nothing is read ahead beyond the end that a reader marked.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from concurrent.futures import Future
 
 BLOCK_BYTES = 256 << 10
 MAX_REQUEST_BLOCKS = 16
-"""Most blocks of one request (4 MiB)."""
+"""Maximum number of blocks fetched with one request, which is 4 MiB."""
 CACHE_BYTES = 32 << 20
 IDLE_CACHE_BYTES = 8 << 20
-"""Bytes that stay cached when no reader is active."""
+"""Number of bytes that stay cached when no reader is active."""
 MAX_STREAMS = 256
 HEAD_BYTES = 16
-"""Bytes at the beginning of a file that stay cached, for repeated checks of its type."""
+"""Number of bytes at the start of each file that stay cached, for file type detection."""
 MAX_HEADS = 4096
-"""Most files whose beginning stays cached."""
+"""Maximum number of files whose first bytes stay cached."""
 TAIL_BYTES = 64 << 10
 
 FetchRange = Callable[[int, int], bytes | bytearray]
-"""Function that fetches the bytes of a file between two offsets."""
+"""Function that fetches the byte range [start, stop) of a file."""
 BlockKey = tuple[Hashable, int]
 
 
 class BlockCache:
-    """A bounded, thread-safe cache of blocks of many files."""
+    """Thread-safe cache of blocks of many files, with a limited size in bytes."""
 
     def __init__(self, capacity_bytes: int = CACHE_BYTES) -> None:
         self._capacity_bytes = capacity_bytes
@@ -46,7 +46,11 @@ class BlockCache:
     def read_range(
         self, file: Hashable, size: int, offset: int, nbytes: int, fetch: FetchRange
     ) -> bytearray:
-        """Read a byte range of *file*, shorter only if the store returned less than requested."""
+        """Read *nbytes* of *file* at *offset*, calling *fetch* for blocks that are not cached.
+
+        *size* is the file size in bytes. The result is shorter only if *fetch* returned less than
+        requested.
+        """
         end = offset + nbytes
         head = self._heads.get(file) if end <= HEAD_BYTES else None
         if head is not None:
@@ -64,14 +68,14 @@ class BlockCache:
         return data
 
     def mark_read_end(self, file: Hashable, stop: int) -> None:
-        """Mark *stop* as the end of a sequential read, beyond which nothing is read ahead."""
+        """Mark the offset *stop* as the end of a sequential read, so read-ahead stops there."""
         with self._lock:
             self._read_ends[file, -(-stop // BLOCK_BYTES)] = None
             if len(self._read_ends) > MAX_STREAMS:
                 self._read_ends.popitem(last=False)
 
     def trim_cache(self) -> None:
-        """Drop all but `IDLE_CACHE_BYTES` of cached blocks."""
+        """Drop the least recently used blocks until at most `IDLE_CACHE_BYTES` are cached."""
         with self._lock:
             self._shrink_to(min(IDLE_CACHE_BYTES, self._capacity_bytes))
 
@@ -91,7 +95,7 @@ class BlockCache:
         return self._fetch_blocks(file, size, claimed, fetch)[number - claimed.start]
 
     def _claim_blocks(self, file: Hashable, size: int, number: int, block_count: int) -> range:
-        """Choose the blocks to fetch together with block *number*, and mark them as pending."""
+        """Choose the blocks to fetch in one request with block *number*, and mark them pending."""
         read_ahead = min(
             MAX_REQUEST_BLOCKS, max(self._read_ahead_counts.pop((file, number), 1), block_count)
         )

@@ -1,8 +1,8 @@
-"""Conditional requests to object stores.
+"""Send conditional requests to object stores.
 
-An object is replaced or removed on the condition that it still has a given version: an ETag on S3
-(``If-Match``) and Azure, a generation on Google (``ifGenerationMatch``). If it has another version,
-the store responds with an error that :func:`is_precondition_failure` recognizes.
+An object is only replaced or removed if it still has a given version. The version is an ETag on S3
+(``If-Match``) and Azure, and a generation on Google (``ifGenerationMatch``). If the object has
+another version, the store responds with an error that :func:`is_precondition_failure` recognizes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ UNSUPPORTED_CODES = ("NotImplemented",)
 
 
 def is_precondition_failure(error: Exception) -> bool:
-    """Return whether an error means that the condition of a request is not met."""
+    """Return whether *error* means that the condition of a request was not met."""
     has_known_type = isinstance(error, FileExistsError) or get_s3_code(error) in PRECONDITION_CODES
     return has_known_type or get_http_status(error) in (409, 412)
 
 
 def is_unsupported_condition(error: Exception) -> bool:
-    """Return whether an error means that store or client do not support conditional requests."""
+    """Return whether *error* means that the store or client lacks conditional requests."""
     is_client_error = isinstance(error, TypeError | ValueError | NotImplementedError)
     is_missing_call = isinstance(error, OSError) and error.errno == errno.ENOSYS
     is_boto_validation = type(error).__name__ == "ParamValidationError"
@@ -36,7 +36,7 @@ def is_unsupported_condition(error: Exception) -> bool:
 
 
 def get_http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error, or None if it has none."""
+    """Return the HTTP status code of *error*, or None if it has no status code."""
     for name in ("status", "code", "status_code"):  # of aiohttp, gcsfs, Azure
         if isinstance(status := getattr(error, name, None), int):
             return status or None
@@ -45,24 +45,27 @@ def get_http_status(error: BaseException) -> int | None:
 
 
 def get_s3_code(error: BaseException) -> str:
-    """Return the S3 error code of an error, or an empty string if it has none."""
+    """Return the S3 error code of *error*, or an empty string if it has no error code."""
     response = getattr(error.__cause__ or error, "response", None)
     details = response.get("Error", {}) if isinstance(response, Mapping) else {}
     return str(details.get("Code", ""))
 
 
 class ConditionalRequests(Protocol):
-    """Conditional requests of one store. Paths are those of its fsspec file system."""
+    """Interface for conditional requests to one store, with paths of its fsspec file system."""
 
     def replace_object(self, path: str, data: bytes, version: str) -> object:
-        """Replace an object if it has *version*, and return the response of the store."""
+        """Replace the object at *path* if it has *version*, and return the store's response."""
 
     def remove_object(self, path: str, version: str) -> None:
-        """Remove an object if it has *version*."""
+        """Remove the object at *path* if it has *version*."""
 
 
 def find_conditional_requests(system: Any, schemes: set[str]) -> ConditionalRequests | None:
-    """Return the conditional requests of a file system, or None if it supports none."""
+    """Return the conditional requests of the file system *system*, or None if unsupported.
+
+    *schemes* are the URL schemes of the file system.
+    """
     return next((kind(system) for scheme, kind in _BY_SCHEME.items() if scheme in schemes), None)
 
 

@@ -1,9 +1,9 @@
-"""Reading from the Hugging Face Hub: the listing of one commit and byte ranges of its files.
+"""Read the file listing of a commit on the Hugging Face Hub, and byte ranges of its files.
 
 URLs are ``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as for ``HfFileSystem``. All
-requests go through huggingface_hub, so that its token, endpoint, proxy and offline variables apply.
-Files of the same commit in the cache of huggingface_hub are read from the cache. All reads use one
-commit, so a push during a run changes nothing.
+requests go through huggingface_hub, so that its environment variables for token, endpoint, proxy
+and offline mode apply. Files of the same commit in the cache of huggingface_hub are read from the
+cache. All reads use the same commit, so a push during a run has no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptctl.tree import TreeEntry
 
 REPOSITORY_KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _SLASHED_REVISION = r"refs/(?:pr/\d+|convert/[^/]+)"
-"""Revisions whose slashes are not escaped in a URL."""
+"""Regular expression for revisions whose slashes are not escaped in a URL."""
 _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
     rf"(?:@(?P<revision>{_SLASHED_REVISION}|[^/]+))?(?:/(?P<path>.*))?"
@@ -46,7 +46,7 @@ class HubUrl:
         kind: ``model``, ``dataset`` or ``space``.
         repository: ``ORG/NAME``.
         revision: Branch, tag or commit, or None for the default branch.
-        path: File or folder in the repository. Empty for the whole repository.
+        path: File or folder in the repository, or an empty string for the complete repository.
     """
 
     kind: str
@@ -88,7 +88,7 @@ def parse_hub_url(url: str) -> HubUrl:
 
 
 class HubStore(Store):
-    """A folder of a Hub repository, at the commit that its revision has when opened."""
+    """Folder of a Hub repository, at the commit to which its revision refers when it is opened."""
 
     def __init__(self, url: str | HubUrl) -> None:
         self._hub_url = parse_hub_url(url) if isinstance(url, str) else url
@@ -127,7 +127,7 @@ class HubStore(Store):
             )
 
     def find_parent(self) -> HubStore | None:
-        """Return the parent folder without another request, or None for the repository itself."""
+        """Return the parent folder without a request, or None at the root of the repository."""
         if not self._hub_url.path:
             return None
         folder = copy(self)
@@ -139,7 +139,7 @@ class HubStore(Store):
         return "/".join(filter(None, (self._hub_url.path, name)))
 
     def _find_cached_path(self, name: str) -> Path | None:
-        """Return the path of a file in the cache of huggingface_hub, or None if not cached."""
+        """Return the path of the file *name* in huggingface_hub's cache, or None if not cached."""
         if self._snapshot_folder is not None:
             return self._snapshot_folder / name
         if name not in self._cached_paths:
@@ -157,7 +157,10 @@ class HubStore(Store):
 def fetch_repository_listing(
     hub_url: HubUrl, url: str
 ) -> tuple[str, dict[str, TreeEntry], Path | None]:
-    """Return a repository's commit, its files and, if offline, the cached snapshot folder."""
+    """Return a repository's commit hash, its files by name, and its cached snapshot folder.
+
+    The snapshot folder is None unless the files are listed from the cache because of offline mode.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -207,17 +210,17 @@ def _list_cached_snapshot(hub_url: HubUrl) -> tuple[str, dict[str, TreeEntry], P
 
 
 def _is_safe_name(name: str) -> bool:
-    """Return whether a file name stays inside the repository, as all names in git do."""
+    """Return whether *name* refers to a file inside the repository, as all git paths do."""
     return not {"", ".", ".."} & set(name.split("/"))
 
 
 def _append_range(
     data: bytearray, hub_url: HubUrl, name: str, commit: str, start: int, stop: int
 ) -> None:
-    """Append the rest of a byte range to *data*.
+    """Append the bytes of the range [*start*, *stop*) that *data* does not contain yet.
 
     Raises:
-        ConnectionError: The body was truncated. The received part is appended.
+        ConnectionError: The response was truncated. The received bytes are appended.
         StorageError: The server ignores ranges and would send the entire file.
     """
     from huggingface_hub import constants, hf_hub_url
@@ -252,9 +255,10 @@ def _append_range(
 
 
 def _append_body(data: bytearray, response: Any, end: int) -> Exception | None:
-    """Append a body up to *end* bytes in total, and return the error that truncated it, if any.
+    """Append the response body to *data* until it has *end* bytes.
 
-    An exception must not reach the client's context manager, which would restart the request.
+    Returns the error that truncated the body, or None. The error is not raised, because the
+    client's context manager would restart the request.
     """
     try:
         for part in response.iter_bytes(1 << 20):
@@ -268,7 +272,11 @@ def _append_body(data: bytearray, response: Any, end: int) -> Exception | None:
 
 @contextmanager
 def translate_hub_errors(url: str, action: str, missing_hint: str = LOGIN_HINT) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub in the block to `CkptError`."""
+    """Return a context manager that converts exceptions of huggingface_hub to `CkptError`.
+
+    *action* is a verb phrase for the message, and *missing_hint* is the hint if the
+    repository does not exist.
+    """
     try:
         yield
     except CkptError:

@@ -1,7 +1,7 @@
-"""Uploads to a repository of the Hugging Face Hub.
+"""Upload checkpoints to a repository on the Hugging Face Hub.
 
-Each shard is uploaded as soon as it is complete (``preupload_lfs_files``). Files that the Hub has
-with the same SHA-256, for example from a failed run, are not uploaded again. One commit at the end
+Each shard is uploaded as soon as it is complete (``preupload_lfs_files``). Files whose SHA-256
+the Hub already has, for example from a failed run, are not uploaded again. One commit at the end
 publishes all files. All requests go through huggingface_hub, including Xet if it is installed.
 """
 
@@ -32,11 +32,11 @@ CHECKPOINT_FILE = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|metadata)(\.index\.json)?|ckptctl\.manifest\.json"
     r"|SHA256SUMS"
 )
-"""Files of a checkpoint. Other files of a repository stay when a checkpoint is replaced."""
+"""Pattern of checkpoint files. Replacing a checkpoint keeps other files of the repository."""
 
 
 class HubUpload:
-    """An upload to a Hub repository or to a folder in it."""
+    """Upload of a checkpoint or file to a Hub repository or to a folder in it."""
 
     def __init__(self, url: str, *, single: str | None, overwrite: bool) -> None:
         from huggingface_hub import HfApi
@@ -120,9 +120,10 @@ class HubUpload:
         self._is_committed = True
 
     def _confirm_commit(self, removed_names: Sequence[str]) -> bool:
-        """Return whether the branch has a new commit with all added files, without *removed_names*.
+        """Return whether a new commit on the branch has all added files and no *removed_names*.
 
-        If the repository can be listed, the outcome of the requested commit is then known.
+        Called after a failed commit request, which may have succeeded although its response was
+        lost. Returns False if the repository cannot be listed.
         """
         try:
             commit, files, _ = fetch_repository_listing(replace(self._hub_url, path=""), self._url)

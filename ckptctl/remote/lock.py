@@ -1,13 +1,14 @@
-"""A lock on a remote folder: a small file that one run creates, refreshes and removes.
+"""Lock a remote folder with a small file that one run creates, refreshes and removes.
 
-Object stores have no locks that end with a process. This one is created on the condition that it
-does not exist, if the store supports conditions, and rewritten every minute. On the same machine,
+Object stores have no locks that are released when a process exits. If the store supports
+conditional requests, the lock file is only created if it does not exist. It is rewritten every
+minute. On the same machine,
 its holder counts as dead when its process has exited or has been silent for an hour. On another
 machine, it counts as dead when the file has not been written for five minutes, by the clock of the
 store. The next run then takes over the lock, which lists the files that the dead run was writing.
 
-A holder whose machine slept, or a store without conditions, may briefly leave two runs that both
-consider the lock theirs. Therefore each critical step first reads the lock again
+If the machine of a holder slept, or the store does not support conditional requests, two runs may
+briefly both consider the lock theirs. Therefore each critical step first reads the lock again
 (:meth:`RemoteLock.require_ours`).
 """
 
@@ -41,18 +42,18 @@ from ckptctl.storage.writing import (
 )
 
 HEARTBEAT_SECONDS = 60.0
-"""Seconds between updates of the lock."""
+"""Seconds between updates of the lock file."""
 MAX_TRIES = 3
 
 
 class RemoteLock:
-    """The lock of one output folder or file.
+    """Lock of one remote output folder or file.
 
     Args:
         store: Store of the folder.
         name: Name of the lock file.
-        names: Files that this run writes, recorded in the lock.
-        doomed: Files that this run removes, also recorded.
+        names: Names of the files that this run writes, which the lock records.
+        doomed: Files that this run removes, which the lock also records.
         busy: Error message if another run holds the lock.
     """
 
@@ -94,7 +95,7 @@ class RemoteLock:
         return leftover
 
     def is_ours(self) -> bool:
-        """Read the lock and return whether this run holds it."""
+        """Read the lock file, and return whether this run holds the lock."""
         now = _read_boottime()
         with self._store.translate_errors(self._name, "read"):
             holder = parse_lock(self._object.read_content() or b"")
@@ -104,7 +105,7 @@ class RemoteLock:
         return True
 
     def require_ours(self) -> None:
-        """Read the lock and raise unless this run holds it."""
+        """Read the lock file, and raise unless this run holds the lock."""
         if not self.is_ours():
             raise StorageError(
                 self._busy,
@@ -114,49 +115,52 @@ class RemoteLock:
             )
 
     def require_still_ours(self) -> None:
-        """Raise unless this run holds the lock, or did so within the last minute."""
+        """Raise unless this run holds the lock. A check within the last minute is not repeated."""
         if not 0 <= _read_boottime() - self._last_verified_at < HEARTBEAT_SECONDS:
             self.require_ours()
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Files that the lock records as being written."""
+        """Names of the files that this run writes, as recorded in the lock."""
         return self._record.names
 
     def record_upload(self, name: str, sent: UploadedFile) -> None:
-        """Record a file as uploaded, so that a later run can reuse it."""
+        """Record in the lock that the file *name* is uploaded, so that a later run can reuse it."""
         self._update_record(lambda writing: replace(writing, sent={**writing.sent, name: sent}))
 
     def record_files_to_write(self, names: Sequence[str]) -> None:
-        """Record further files before they are written."""
+        """Record in the lock that this run will also write the files *names*."""
         self._update_record(lambda writing: replace(writing, names=(*writing.names, *names)))
 
     def record_removals(self, names: Sequence[str]) -> None:
-        """Record old files before they are removed to make room for new ones."""
+        """Record in the lock that this run will remove the old files *names*."""
         self._update_record(lambda writing: replace(writing, removed=tuple(names)))
 
     def read_store_clock(self) -> float:
-        """Return the time of the store's clock in seconds, or the local time if it has none."""
+        """Return the time of the store's clock in seconds, or local time if the store has none."""
         self._update_record(lambda writing: writing)
         with self._store.translate_errors(self._name, "access"):
             return self._object.read_modification_time_ns() / 1e9 or time.time()
 
     def leave_for_next_run(self, writing: LockRecord | None = None) -> None:
-        """Release the lock, but keep *writing*, by default the current record, for a later run."""
+        """Release the lock, but keep its file with the record *writing* for a later run.
+
+        *writing* defaults to the current record.
+        """
         self.stop_heartbeat()
         self._update_record(
             lambda current: replace(writing or current, process=None, token=current.token)
         )
 
     def release_lock(self) -> None:
-        """Release and remove the lock."""
+        """Release the lock, and remove its file if this run holds it."""
         self.stop_heartbeat()
         with self._mutex, self._store.translate_errors(self._name, "remove"):
             if self.is_ours():
                 self._object.remove_object()
 
     def stop_heartbeat(self) -> None:
-        """Stop refreshing the lock, which then exists without a holder."""
+        """Stop refreshing the lock, and leave its file in place without a holder."""
         self._stop_event.set()
         OWN_LOCK_TOKENS.discard(self._record.token)
 
@@ -176,7 +180,7 @@ class RemoteLock:
                     self._object.try_write(self._record.to_bytes())
 
     def _create_or_take_over(self) -> LockRecord | None:
-        """Write the lock, and return the record of a dead holder, if any."""
+        """Write the lock file, and return the record of a dead holder, or None if it had none."""
         data = self._record.to_bytes()
         for _ in range(MAX_TRIES):
             if self._object.try_create(data):
@@ -208,34 +212,35 @@ class RemoteLock:
 
 
 def _read_boottime() -> float:
-    """Return the seconds of a clock that also runs while the machine sleeps, if there is one."""
+    """Return seconds since boot including sleep, or the system time without such a clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.time() if clock is None else time.clock_gettime(clock)
 
 
 class ConditionalObject:
-    """A remote object that is created and replaced conditionally, such as a lock.
+    """Remote object, such as a lock file, that is created and replaced conditionally.
 
     If the store supports conditions, the object is only created if it does not exist. S3, Google
     and Azure also replace it only if it has the version last read or written, so that a request
-    delayed by a sleeping machine has no effect. On other stores, the object is read first.
+    delayed by a sleeping machine has no effect. On other stores, the object is read and compared
+    before it is replaced.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
         self._system, self._path = store.system, store.resolve_path(name)
         self._version = ""
-        """Version last written by this process, if the store replaces conditionally."""
+        """Version that this process last wrote, or an empty string if unknown."""
         self._conditional_requests = store.conditional_requests
 
     def read_content(self) -> bytes | None:
-        """Return the content, or None if the object does not exist."""
+        """Return the content of the object, or None if it does not exist."""
         try:
             return bytes(self._system.cat_file(self._path))
         except FileNotFoundError:
             return None
 
     def try_create(self, data: bytes) -> bool:
-        """Create the object, or return False if it exists."""
+        """Create the object with the content *data*, or return False if it already exists."""
         if self.read_content() is not None:  # some stores silently ignore conditions
             return False
         try:
@@ -251,10 +256,10 @@ class ConditionalObject:
         return True
 
     def try_replace(self, content: bytes, data: bytes) -> bool:
-        """Replace the object, or return False if its content is no longer *content*.
+        """Replace the object with *data*, or return False if its content is no longer *content*.
 
-        If several runs try at once, only one succeeds if the store replaces conditionally. On other
-        stores, the overwritten runs notice when they read the object.
+        If several runs try at the same time, only one succeeds on stores with conditional requests.
+        On other stores, a run notices that it was overwritten when it reads the object.
         """
         self._version = ""
         if self._conditional_requests:
@@ -270,7 +275,7 @@ class ConditionalObject:
         return self.try_create(data)
 
     def try_write(self, data: bytes) -> bool:
-        """Write the object, or return False if another run has written it since."""
+        """Write *data* to the object, or return False if another run has written it since."""
         version = self._version
         try:
             if self._conditional_requests and version:
@@ -294,7 +299,7 @@ class ConditionalObject:
         return True
 
     def remove_object(self) -> None:
-        """Remove the object."""
+        """Remove the object from the store unconditionally."""
         self._system.rm_file(self._path)
 
     def measure_age_seconds(self, token: str) -> float | None:
@@ -311,11 +316,14 @@ class ConditionalObject:
         return (times[1] - times[0]) / 1e9 if all(times) else None
 
     def read_modification_time_ns(self, path: str = "") -> int:
-        """Return the modification time in nanoseconds, or 0 if the store has none."""
+        """Return the modification time of *path* in nanoseconds, or 0 if the store has none.
+
+        *path* defaults to this object.
+        """
         self._system.invalidate_cache()
         return make_tree_entry(self._system.info(path or self._path), "").mtime_ns
 
     def _record_version(self, answer: object) -> None:
-        """Remember the version in the store's response to a write."""
+        """Store the object version from *answer*, which is the store's response to a write."""
         has_version = self._conditional_requests is not None and isinstance(answer, Mapping)
         self._version = make_tree_entry(answer, "").version if has_version else ""  # type: ignore[arg-type]

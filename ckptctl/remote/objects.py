@@ -22,17 +22,17 @@ from ckptctl.storage.writing import BUSY_MESSAGE, LOCK_NAME, UploadedFile
 
 PART_BYTES = 8 << 20
 MAX_PARTS = 9000
-"""Most parts of a multipart upload; S3 allows 10,000."""
+"""Maximum number of parts in a multipart upload. S3 allows 10,000."""
 STOP_TIMEOUT_SECONDS = 5.0
-"""Seconds to wait for running uploads when the run is abandoned."""
+"""Number of seconds to wait for running uploads to stop when the run is abandoned."""
 
 
 class OccupiedError(StorageError):
-    """A file to create or remove belongs to another run."""
+    """The file to create or remove belongs to another run."""
 
 
 class OutputObjects:
-    """The files below a URL, or only the file called *single*."""
+    """Remote files of one output, which are all files below a URL or only the file *single*."""
 
     def __init__(self, store: FsspecStore, single: str | None = None) -> None:
         self._store, self._single = store, single
@@ -45,7 +45,7 @@ class OutputObjects:
         self._is_stopped = False
 
     def list_files(self) -> dict[str, UploadedFile]:
-        """Map the names of all existing files, except the lock, to their sizes and versions."""
+        """Return the size and version of each existing file by name, except the lock file."""
         self._store.refresh_listings()
         with self._store.translate_errors("", "list"):
             try:
@@ -63,7 +63,10 @@ class OutputObjects:
     def is_unchanged(
         self, name: str, expected: UploadedFile, files: Mapping[str, UploadedFile]
     ) -> bool:
-        """Return whether *name* has the expected size and version, in *files* or if asked again."""
+        """Return whether the file *name* has the *expected* size and version.
+
+        The store is queried again if the listing *files* differs from *expected*.
+        """
         return name in files and (
             files[name] == expected or self._read_size_and_version(name) == expected
         )
@@ -73,7 +76,7 @@ class OutputObjects:
 
         Raises:
             OccupiedError: The file exists already, and *create* is true.
-            StorageError: The upload failed or was cancelled.
+            StorageError: The upload failed, or uploads were cancelled.
         """
         with self._store.translate_errors(name, "write"):
             self._store.make_folder(name.rpartition("/")[0])
@@ -95,12 +98,13 @@ class OutputObjects:
         files: Mapping[str, UploadedFile],
         require_lock: Callable[[], None],
     ) -> None:
-        """Remove files one by one, skipping missing ones.
+        """Remove files one by one, ignoring files that do not exist.
 
         Args:
             names: Files to remove, in order.
-            files: Expected sizes and versions, for stores that remove conditionally.
-            require_lock: Called before each removal; raises if this run lost the lock.
+            files: Expected size and version of each file, for stores with conditional requests.
+            require_lock: Function called before each removal, which raises if this run lost the
+                lock.
 
         Raises:
             OccupiedError: A file has been overwritten by another run.
@@ -121,7 +125,7 @@ class OutputObjects:
             self._changed.wait_for(lambda: not self._upload_count, STOP_TIMEOUT_SECONDS)
 
     def abort_multipart_uploads(self, names: Collection[str] | None = None) -> None:
-        """Abort incomplete multipart uploads on S3, of *names* or, if None, of all files."""
+        """Abort incomplete multipart uploads on S3, of the files *names* or of all files if None."""
         if not self._multipart:
             return
         paths = None if names is None else {self._store.resolve_path(name) for name in names}
@@ -135,7 +139,7 @@ class OutputObjects:
                     self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _read_size_and_version(self, name: str) -> UploadedFile:
-        """Return the current size and version of one file, which may differ from a listing."""
+        """Query the current size and version of the file *name*, without cached listings."""
         self._store.refresh_listings()
         with self._store.translate_errors(name, "access"):
             return _make_uploaded_file(self._system.info(self._store.resolve_path(name)))
@@ -178,7 +182,11 @@ class OutputObjects:
     def _begin_upload(
         self, path: str, target: str, options: dict[str, Any]
     ) -> Callable[[], object]:
-        """Start an upload, cancellable if asynchronous, and return a function that waits for it."""
+        """Start an upload, and return a function that waits for its end.
+
+        Uploads can only be cancelled on asynchronous file systems. On other file systems, the
+        upload starts when the returned function is called.
+        """
         from fsspec.asyn import AsyncFileSystem
 
         if not isinstance(self._system, AsyncFileSystem):
@@ -190,7 +198,7 @@ class OutputObjects:
         return future.result
 
     def _has_content_of(self, target: str, path: Path) -> bool:
-        """Return whether the object at *target* has the same content as the file at *path*."""
+        """Return whether the object *target* has the same bytes as the local file *path*."""
         size = path.stat().st_size
         self._store.refresh_listings()
         if self._system.size(target) != size:

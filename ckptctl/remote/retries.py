@@ -1,7 +1,7 @@
-"""Retries of network requests that fail temporarily, with exponential backoff.
+"""Retry network requests that fail temporarily, with exponential backoff.
 
-A request fails permanently if no request has succeeded within the timeout of the policy. s3fs and
-gcsfs also retry rejected requests themselves, and huggingface_hub does for status 429.
+A request fails permanently if no request has succeeded within the timeout of the retry policy.
+s3fs and gcsfs also retry rejected requests themselves, and huggingface_hub retries status 429.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ckptctl.remote.conditions import get_http_status
 T = TypeVar("T")
 TIMEOUT_VARIABLE = "CKPTCTL_TIMEOUT"
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""Timeout if the environment variable is not set."""
+"""Retry timeout in seconds if the environment variable ``CKPTCTL_TIMEOUT`` is not set."""
 NOTICE_FRACTION = 0.1
-"""Fraction of the timeout after which the user is notified."""
+"""Fraction of the retry timeout after which the user is notified."""
 MAX_BACKOFF_SECONDS = 8.0
-"""Longest wait between two tries, in seconds."""
+"""Maximum wait between two tries in seconds."""
 RETRYABLE_STATUSES = (408, 429, 500, 502, 503, 504)
-"""HTTP statuses of temporary failures, the same that huggingface_hub retries."""
+"""HTTP status codes of temporary failures, which huggingface_hub also retries."""
 RETRYABLE_EXCEPTIONS = frozenset(
     {
         *("HTTPClientError", "IncompleteReadError"),
         *("TimeoutException", "NetworkError", "RemoteProtocolError"),
     }
 )
-"""Exceptions of botocore for truncated bodies, and of httpx for broken connections."""
+"""Names of botocore's exceptions for truncated bodies and httpx's for broken connections."""
 OFFLINE_EXCEPTION = "OfflineModeIsEnabled"
-"""Exception of huggingface_hub in offline mode: a ConnectionError that retries cannot fix."""
+"""Name of huggingface_hub's offline-mode exception, a ConnectionError that is not retried."""
 
 
 @dataclass(slots=True)
@@ -41,9 +41,9 @@ class RetryPolicy:
     """Retry policy for remote stores, with a total timeout and exponential backoff.
 
     Attributes:
-        timeout_seconds: Timeout from the first failure, or None to read the environment variable.
-        first_wait_seconds: Wait before the second try. Later waits double.
-        notify: Called once with a message after a tenth of the timeout.
+        timeout_seconds: Timeout after the first failure, or None to read ``CKPTCTL_TIMEOUT``.
+        first_wait_seconds: Wait before the second try. Each later wait is twice as long.
+        notify: Function that is called once with a message after a tenth of the timeout.
     """
 
     timeout_seconds: float | None = None
@@ -58,7 +58,7 @@ class RetryPolicy:
         self._first_failure_seconds, self._is_notified = None, False
 
     def wait_for_retry(self, seconds: float, place: str, error: Exception) -> bool:
-        """Wait before another try, or return False if the timeout has expired."""
+        """Wait for *seconds* before another try, or return False if the timeout has expired."""
         limit, now = self.limit_seconds, time.monotonic()
         if self._first_failure_seconds is None or now - self._last_failure_seconds > limit:
             self._first_failure_seconds, self._is_notified = now, False
@@ -75,7 +75,7 @@ class RetryPolicy:
 
     @property
     def limit_seconds(self) -> float:
-        """Total retry timeout in seconds."""
+        """Retry timeout in seconds, from the attribute, the environment variable or the default."""
         if self.timeout_seconds is not None:
             return self.timeout_seconds
         text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_SECONDS)
@@ -91,13 +91,13 @@ class RetryPolicy:
 
 
 retry_policy = RetryPolicy()
-"""The retry policy of this process."""
+"""Retry policy that all remote stores of this process share."""
 
 
 def call_with_retries(request: Callable[[], T], place: str) -> T:
     """Call *request* and return its result, retrying transient errors with exponential backoff.
 
-    *place* is the URL to name in messages.
+    *place* is the URL or path for messages.
     """
     wait = retry_policy.first_wait_seconds
     while True:
@@ -113,14 +113,17 @@ def call_with_retries(request: Callable[[], T], place: str) -> T:
 
 
 def read_with_retries(read: Callable[[bytearray], None], place: str) -> bytearray:
-    """Call *read* with a buffer to append to, with retries, and return the buffer."""
+    """Call *read* with an empty buffer to append to, and return the buffer.
+
+    After a transient error, *read* is called again with the bytes received so far.
+    """
     data = bytearray()
     call_with_retries(lambda: read(data), place)
     return data
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether the same request may succeed later."""
+    """Return whether *error* is temporary, so that the same request may succeed later."""
     status = get_http_status(error)
     if status is not None:
         return status in RETRYABLE_STATUSES

@@ -1,4 +1,4 @@
-"""Removal of checkpoints from a remote run folder.
+"""Remove checkpoints from a remote run folder.
 
 Remote objects cannot be renamed. To remove a checkpoint, ckptctl first acquires its lock, which
 records the removal and its objects; from then on ckptctl no longer treats it as a checkpoint. The
@@ -28,7 +28,7 @@ from ckptctl.storage.writing import (
 from ckptctl.tree import INDEX_SUFFIXES, UrlPath
 
 REMOVAL_LOCK_NAME = ".ckptctl-removing"
-"""The lock of a run from which checkpoints are removed."""
+"""Name of the lock file that a run folder has while checkpoints are removed from it."""
 BUSY_MESSAGE = "another process is removing checkpoints here"
 
 
@@ -55,7 +55,8 @@ class RemoteRun:
     def is_name_free(self, name: str) -> bool:
         """See :class:`~ckptctl.runs.run_store.RunStore`.
 
-        Unfinished saves with a lock count as free, as acquiring the lock fails if a run holds it.
+        The name of an unfinished save with a lock counts as free, because acquiring that lock fails
+        if another run holds it.
         """
         names = {item.name for item in (self.root / name).iterdir()}
         return (
@@ -72,7 +73,7 @@ class RemoteRun:
         return sorted(self.find_interrupted_removals())
 
     def find_interrupted_removals(self) -> dict[str, Mapping[str, UploadedFile]]:
-        """Map each checkpoint whose removal was interrupted to its recorded objects."""
+        """Return the checkpoints whose removal was interrupted, with the objects to remove."""
         removals = {item.name: find_interrupted_deletion(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in removals.items() if doomed is not None}
 
@@ -154,7 +155,10 @@ class RemoteDeletion:
             self._run.refresh_listing()
 
     def finish_removals(self) -> None:
-        """Finish interrupted removals if possible. :meth:`list_left_in_trash` lists the others."""
+        """Finish interrupted removals of checkpoints, skipping those that raise an error.
+
+        :meth:`list_left_in_trash` lists the skipped checkpoints.
+        """
         for name, doomed in self._run.find_interrupted_removals().items():
             store = open_store(self._run.root / name)
             objects = OutputObjects(store)
@@ -176,7 +180,10 @@ class RemoteDeletion:
     def _remove_objects(
         self, objects: OutputObjects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]
     ) -> None:
-        """Remove *doomed* objects, the index first. After an error, the lock records the rest."""
+        """Remove the objects *doomed*, starting with the index, and release *lock*.
+
+        After an error, *lock* remains and records the objects to remove.
+        """
         order = sorted(doomed, key=lambda name: not name.endswith(INDEX_SUFFIXES))
         objects.remove_files(order, doomed, lock.require_still_ours)
         if not objects.list_files():

@@ -1,4 +1,4 @@
-"""Remote stores: list folders, read byte ranges, write small files.
+"""List folders, read byte ranges and write small files in remote stores.
 
 :class:`FsspecStore` uses any fsspec file system, :class:`~ckptctl.remote.hub.HubStore` the Hugging
 Face Hub. Exceptions of file systems are converted to `CkptError`.
@@ -56,36 +56,42 @@ VERSION_QUERY = "?versionId="
 TIME_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 NOISY_LOGGERS = ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "asyncio")
 BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-"""Schemes of object stores, which have no folders."""
+"""URL schemes of object stores, which have no folders."""
 ITSELF = ""
 CREDENTIALS_HINT = "check the credentials and their permissions"
 NETWORK_HINT = "check the URL, the network and the configured endpoint"
 DENIED_STATUSES = (401, 403)
 FORBIDDEN_PREFIX = "Forbidden: "
-"""Prefix of gcsfs's OSError for status 403, which has no status attribute."""
+"""Message prefix of gcsfs's OSError for HTTP status 403, which has no status attribute."""
 REPLACED_CODES = ("PreconditionFailed", "412")
-"""Error codes of S3 if the version of an object does not match."""
+"""S3 error codes for an object that does not have the requested version."""
 
 
 class Store(Protocol):
-    """A thread-safe remote folder or file."""
+    """Interface of a remote folder or file that several threads can read."""
 
     url: str
-    """The URL without secrets."""
+    """URL of the store without secrets."""
 
     def list_members(self, folder: str) -> list[TreeEntry]:
-        """List the entries of *folder*, relative to the URL, or none if there is no such folder."""
+        """List the entries of *folder*, or return an empty list if it does not exist.
+
+        *folder* is a path relative to the URL of the store.
+        """
 
     def complete_entry(self, name: str, entry: TreeEntry) -> TreeEntry:
-        """Return the entry with its size, for stores whose listings do not contain sizes."""
+        """Return *entry* with its size, which the listings of some stores do not contain."""
         del name
         return entry
 
     def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
-        """Read a byte range of *name*, shorter at the end of the file."""
+        """Read the byte range [*start*, *stop*) of *name*, or fewer bytes at the end of the file.
+
+        Stores that support it raise an error if the file no longer has *version*.
+        """
 
     def refresh_listings(self) -> None:
-        """Drop cached listings, if there are any."""
+        """Drop all cached listings of the store."""
         return
 
     def find_parent(self) -> Store | None:
@@ -93,17 +99,17 @@ class Store(Protocol):
 
 
 class FsspecStore:
-    """A folder or file of an fsspec file system.
+    """Store for a folder or file of an fsspec file system.
 
     Args:
-        url: URL, possibly with secrets.
-        shown_url: URL for messages, by default *url* without secrets.
+        url: URL, which may contain secrets.
+        shown_url: URL for messages. Defaults to *url* without secrets.
 
     Attributes:
         url: The URL without secrets.
         system: The fsspec file system.
         root: Path of the URL in the file system.
-        is_s3: Whether it is an S3 file system.
+        is_s3: Whether the file system is S3.
         has_folders: Whether the file system has folders; object stores do not.
     """
 
@@ -164,7 +170,7 @@ class FsspecStore:
 
     @property
     def conditional_requests(self) -> ConditionalRequests | None:
-        """Conditional requests of the file system, or None if it supports none."""
+        """Conditional requests of the file system, or None if it does not support them."""
         return (
             None
             if self._is_web
@@ -179,15 +185,17 @@ class FsspecStore:
         return None if shown_url.endswith("/") else FsspecStore(url + query, shown_url)
 
     def resolve_path(self, name: str) -> str:
-        """Return the path of *name* in the file system. An empty name is the store's root."""
+        """Return the path of *name* in the file system. The empty name is the root of the store."""
         return (f"{self.root}/{name}" if name else str(self.root)) + self._query
 
     @contextmanager
     def translate_errors(self, name: str, action: str) -> Iterator[None]:
-        """Convert exceptions of the file system in the block to `CkptError`, without secrets.
+        """Return a context manager that converts file system exceptions to `CkptError`.
+
+        The converted errors do not contain secrets.
 
         Args:
-            name: File that is accessed, or empty for the store's root.
+            name: Name of the accessed file, or an empty string for the root of the store.
             action: Verb for the error message, such as ``list``.
         """
         try:
@@ -200,26 +208,26 @@ class FsspecStore:
             raise ckpt_error from error
 
     def read_file_size(self, name: str) -> int:
-        """Return the size of a file in bytes, or -1 if it does not exist."""
+        """Return the size of the file *name* in bytes, or -1 if it does not exist."""
         self.refresh_listings()
         with suppress(SourceNotFoundError), self.translate_errors(name, "access"):
             return int(self.system.size(self.resolve_path(name)))
         return -1
 
     def make_folder(self, name: str = "") -> None:
-        """Create a folder, except in object stores, which would create a bucket."""
+        """Create the folder *name*. No-op for object stores, which would create a bucket."""
         if self.has_folders:
             self.system.makedirs(self.resolve_path(name), exist_ok=True)
 
     def is_folder(self) -> bool:
-        """Return whether the root exists as a folder. Always False for object stores."""
+        """Return whether the root exists and is a folder. Always False for object stores."""
         if not self.has_folders:
             return False
         with self.translate_errors("", "access"):
             return bool(self.system.isdir(self.root))
 
     def remove_folders(self) -> None:
-        """Remove the root and its subfolders if they contain no file. No-op for object stores."""
+        """Remove the root and its subfolders if they contain no files. No-op for object stores."""
         if not self.has_folders:
             return
         with suppress(Exception):
@@ -228,14 +236,14 @@ class FsspecStore:
                 self.system.rmdir(folder)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Write a small file with one request."""
+        """Write *content* to the file *name* with a single request."""
         with self.translate_errors(name, "write"):
             self.make_folder()
             self.system.pipe_file(self.resolve_path(name), content)
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a stream to write a new file, which is removed after an error."""
+        """Return a context manager for writing a new file, which is removed after an error."""
         with self.translate_errors(name, "write"):
             self.make_folder()
             target = self._open_new_file(name)
@@ -256,7 +264,7 @@ class FsspecStore:
                 raise
 
     def _close_file(self, target: Any) -> None:
-        """Complete an upload, again without a condition if this S3 server does not support any."""
+        """Complete an upload. Retry without a condition if the S3 server does not support it."""
         try:
             target.close()
         except Exception as error:
@@ -266,7 +274,7 @@ class FsspecStore:
             target.commit()
 
     def _open_new_file(self, name: str) -> Any:
-        """Open a new file, on the condition that it does not exist if the store supports that."""
+        """Open a new file for writing, or raise if it exists and the store can detect this."""
         path = self.resolve_path(name)
         try:
             return self.system.open(path, "xb")
@@ -278,7 +286,7 @@ class FsspecStore:
         return self.system.open(path, "wb")
 
     def _is_uploaded(self, name: str, target: Any) -> bool:
-        """Return whether S3 stored the upload of *target* although its response was lost."""
+        """Return whether S3 stored the uploaded file *target* although the response was lost."""
         if not self.is_s3:
             return False
         with suppress(Exception):
@@ -293,14 +301,14 @@ class FsspecStore:
         )
 
     def _abandon_file(self, name: str, target: Any) -> None:
-        """Discard an upload and remove the partial file, ignoring errors."""
+        """Discard the upload *target* and remove the partial file *name*, ignoring errors."""
         self._discard_upload(target)
         with suppress(Exception):
             if self.has_folders:  # object stores do not show incomplete uploads
                 self.system.rm_file(self.resolve_path(name))
 
     def _discard_upload(self, target: Any) -> None:
-        """Discard the uploaded parts of a file, ignoring errors."""
+        """Discard the parts of *target* that have been uploaded, ignoring errors."""
         from fsspec.spec import AbstractBufferedFile
 
         with suppress(Exception):
@@ -311,7 +319,10 @@ class FsspecStore:
                 target.close()
 
     def _read_web_range(self, path: str, start: int, stop: int) -> bytes:
-        """Read a byte range and, unlike ``cat_file``, detect servers that ignore the range."""
+        """Read a byte range over HTTP, and detect servers that ignore range requests.
+
+        ``cat_file`` does not detect such servers.
+        """
         with self.system.open(path, "rb", size=stop, cache_type="none") as file:
             file.seek(start)
             return bytes(file.read(stop - start))
@@ -319,7 +330,10 @@ class FsspecStore:
     def _append_versioned_range(
         self, data: bytearray, path: str, version: str, start: int, stop: int
     ) -> None:
-        """Append a byte range of one version of an S3 object, unlike ``cat_file``."""
+        """Append the bytes of [*start*, *stop*) that *data* does not contain yet.
+
+        Unlike ``cat_file``, this raises if the S3 object no longer has *version*.
+        """
         from fsspec.asyn import sync
 
         bucket, key, version_id = self.system.split_path(path)
@@ -333,7 +347,7 @@ class FsspecStore:
 
 
 def _compute_etag(target: Any) -> str:
-    """Compute the ETag of the uploaded content, for a single or a multipart upload."""
+    """Compute the ETag that S3 assigns to the content of the uploaded file *target*."""
     from hashlib import md5
 
     if not target.parts:
@@ -343,7 +357,7 @@ def _compute_etag(target: Any) -> str:
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of *url* and the path in it."""
+    """Return the fsspec file system of *url*, and the path of *url* in that file system."""
     from fsspec.core import url_to_fs
     from fsspec.registry import get_filesystem_class
 
@@ -374,12 +388,15 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 def get_protocols(system: Any) -> set[str]:
-    """Return the URL schemes of an fsspec file system."""
+    """Return the URL schemes of the fsspec file system *system*."""
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
 def make_tree_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
-    """Build the entry of *name* from fsspec's *info*, relative to its folder."""
+    """Build the tree entry of a file or folder from its fsspec *info*.
+
+    *name* is relative to the parent folder.
+    """
     size = info.get("size")
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
     return TreeEntry(
@@ -392,7 +409,10 @@ def make_tree_entry(info: Mapping[str, Any], name: str) -> TreeEntry:
 
 
 def _make_member(entry: Mapping[str, Any], folder: str) -> TreeEntry | None:
-    """Build an entry from a listing, or return None for the folder itself or an outside link."""
+    """Build a tree entry from an *entry* of fsspec's listing of *folder*.
+
+    Returns None for *folder* itself, and for web links that do not lead to a file in it.
+    """
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):
@@ -416,7 +436,10 @@ def _parse_nanoseconds(time: object) -> int:
 
 
 def to_ckpt_error(error: Exception, url: str, name: str, action: str) -> CkptError:
-    """Convert an exception of a file system to a `CkptError` without the secrets of *url*."""
+    """Convert a file system exception to a `CkptError` without the secrets of *url*.
+
+    *name* is the accessed file, and *action* is a verb for the message.
+    """
     subject = f"`{name}`" if name else "it"
     message = next(iter(str(error).strip().splitlines()), "")
     where, why = mask_secrets(url), hide_secrets(f"{type(error).__name__}: {message}", url)
@@ -444,7 +467,7 @@ def to_ckpt_error(error: Exception, url: str, name: str, action: str) -> CkptErr
 
 
 def raise_if_other_failure(error: OSError) -> None:
-    """Raise the cause of a "not found" error if it is another failure.
+    """Raise the cause of a "not found" error unless the file is really missing.
 
     ``HTTPFileSystem`` reports every failure as "not found".
     """

@@ -1,4 +1,4 @@
-"""Trees of remote files, whose listings are requested once per folder and cached."""
+"""Access trees of remote files, with one cached listing per folder."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import pluralize
 
 _tree_numbers = itertools.count()
-"""Numbers that keep cached blocks of different trees apart."""
+"""Counter for tree numbers, which are part of the keys of cached blocks."""
 
 
 class CachedTree:
-    """The files below one URL, with cached listings.
+    """Files below one URL, with cached folder listings.
 
     Args:
         store: Store of the URL.
-        known_entries: Entries by name that are found even if the root cannot be listed.
-        root_entries: Entries of the root, if already listed.
-        is_lenient: Whether a root that cannot be listed counts as empty.
+        known_entries: Entries of the root by name, which exist even if the root cannot be listed.
+        root_entries: Entries of the root if it has already been listed, or None.
+        is_lenient: Whether to treat a root that cannot be listed as empty.
 
     Attributes:
-        url: The URL without secrets.
-        failure: The last storage error of a read or listing, or None.
+        url: URL without secrets.
+        failure: Last storage error of a read or listing, or None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CachedTree:
             self._folders[""] = {entry.name: entry for entry in root_entries}
 
     def get_members_by_name(self, folder: str) -> dict[str, TreeEntry]:
-        """Return the entries of *folder* by name, or none if there is no such folder."""
+        """Return the entries of *folder* by name, or an empty dict if it does not exist."""
         with self._lock:
             entries = self._folders.get(folder)
             if entries is None:
@@ -77,7 +77,7 @@ class CachedTree:
             return entries
 
     def find_entry(self, name: str) -> TreeEntry | None:
-        """Return the entry of *name*, or None if it does not exist."""
+        """Return the entry of the file or folder *name*, or None if it does not exist."""
         if name in self._known_entries:
             return self._known_entries[name]
         if not name:
@@ -107,7 +107,7 @@ class CachedTree:
         return entry
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytearray:
-        """Read a byte range of *name*, shorter at the end of the file."""
+        """Read *nbytes* of the file *name* at *offset*, or fewer at the end of the file."""
         try:
             return self.prefetch_range(name, offset, nbytes)
         except StorageError as error:
@@ -115,7 +115,7 @@ class CachedTree:
             raise
 
     def prefetch_range(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
-        """Read a byte range of *name* without recording an error in :attr:`failure`."""
+        """Read a byte range of the file *name* without recording errors in :attr:`failure`."""
         entry = self.require_file(name)
         nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
@@ -136,19 +136,22 @@ class CachedTree:
         )
 
     def mark_read_end(self, name: str, stop: int) -> None:
-        """Mark *stop* as the end of a sequential read of *name*."""
+        """Mark the offset *stop* as the end of a sequential read of *name*, to limit read-ahead."""
         SHARED_BLOCKS.mark_read_end(self._make_block_key(name, self.require_file(name)), stop)
 
     def _make_block_key(self, name: str, entry: TreeEntry) -> Hashable:
         return self._number, name, entry.size, entry.version, entry.mtime_ns
 
     def find_parent(self) -> CachedTree | None:
-        """Return the tree of the parent folder, which need not be listable, or None."""
+        """Return the tree of the parent folder, or None if the store has no parent.
+
+        The parent is treated as empty if it cannot be listed.
+        """
         store = self._store.find_parent()
         return None if store is None else CachedTree(store, is_lenient=True)
 
     def forget_listings(self) -> None:
-        """Drop all cached listings."""
+        """Drop all cached listings, so that folders are listed again."""
         with self._lock:
             self._folders.clear()
             self._store.refresh_listings()
@@ -173,9 +176,9 @@ class CachedTree:
 
 
 class RemoteTree(FileTree):
-    """All URLs that are accessed with the same secrets.
+    """File tree of all URLs that are accessed with the same secrets.
 
-    Above a URL in use, only its parent folder is listed, for pointers and other saves.
+    Above a URL in use, only its parent folder is listed, to find pointer files and other saves.
     """
 
     def __init__(self, url: str) -> None:
@@ -260,7 +263,7 @@ class RemoteTree(FileTree):
         return ObjectUpload(FsspecStore(secret, url), request)
 
     def _register_url(self, url: str) -> str:
-        """List *url*, register its tree, and return the URL in the store's canonical form."""
+        """List *url* and register its tree, and return the URL that the store uses for it."""
         secret = self.add_credentials(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
         entries = store.list_members("")
@@ -279,7 +282,10 @@ class RemoteTree(FileTree):
         return store.url
 
     def _find_tree(self, url: str) -> tuple[CachedTree | None, str]:
-        """Return the tree that contains *url*, or None, and the path of *url* in that tree."""
+        """Return the registered tree that contains *url*, and the path of *url* in that tree.
+
+        Returns None and an empty path if no tree contains *url*.
+        """
         with self._lock:
             roots = [
                 root for root in self._trees if _is_inside(url, root)
@@ -302,7 +308,10 @@ class RemoteTree(FileTree):
         return tree, name
 
     def _register_parent_tree(self, url: str) -> list[str]:
-        """Register the parent folder of a URL in use if it contains *url*, and return its URL."""
+        """Register the parent folder of a registered tree if that folder contains *url*.
+
+        Returns a list with the URL of the parent folder, or an empty list.
+        """
         for root in self._trees:
             if _is_inside(url, root.rpartition("/")[0]):
                 parent = self._trees[root].find_parent()
@@ -313,14 +322,14 @@ class RemoteTree(FileTree):
 
 
 def open_url(url: str) -> UrlPath:
-    """Return the path of a URL, without accessing it."""
+    """Return the path object of *url*, without accessing the URL."""
     url = normalize_url(url)
     scheme, _, rest = mask_secrets(url).partition("://")
     return UrlPath(RemoteTree(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 
 def open_store(path: UrlPath) -> FsspecStore:
-    """Open the store at *path* for writing."""
+    """Open the fsspec store at the URL *path*, using its secrets, for writing."""
     return FsspecStore(path.tree.add_credentials(path.url), path.url)
 
 

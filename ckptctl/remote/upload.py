@@ -1,11 +1,11 @@
-"""Uploads of outputs to object stores.
+"""Upload outputs to object stores.
 
 Object stores cannot rename many objects atomically. Therefore one run at a time writes
 (:mod:`~ckptctl.remote.lock`), and the index, which makes the files a checkpoint, is uploaded last,
 after a check of all other files. When a checkpoint is replaced, its index is removed first, then
 its other files, before the first new file is uploaded. At any moment, the destination contains the
 old checkpoint, the new one, or an incomplete one without an index. A single file is replaced
-atomically. (On the Hub, one commit publishes everything: :mod:`~ckptctl.remote.hub_upload`.)
+atomically. On the Hub, one commit publishes all files (:mod:`~ckptctl.remote.hub_upload`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptctl.units import pluralize
 
 
 def require_no_source_in_target(store: FsspecStore, request: UploadRequest) -> None:
-    """Raise if the destination contains a source of the output, even under another URL."""
+    """Raise if the destination contains a source of the output, also if their URLs differ."""
     target = f"{store.url}/{request.single}" if request.single else store.url
     if ".." in target.split("/"):
         raise UsageError("a destination URL cannot contain `..`", where=target)
@@ -41,7 +41,7 @@ def require_no_source_in_target(store: FsspecStore, request: UploadRequest) -> N
 
 
 class ObjectUpload:
-    """An upload of a folder or single file to an object store or other fsspec file system."""
+    """Upload of a folder or a single file to an object store or another fsspec file system."""
 
     def __init__(self, store: FsspecStore, request: UploadRequest) -> None:
         require_no_source_in_target(store, request)
@@ -122,7 +122,7 @@ class ObjectUpload:
                 )
 
     def publish_files(self) -> None:
-        """Check all files. The upload of the index has already published the checkpoint."""
+        """Check all files. Uploading the index has already published the checkpoint."""
         self._committed = True
         self.require_complete()
 
@@ -142,9 +142,9 @@ class ObjectUpload:
             self._lock.release_lock()
 
     def _undo_upload(self) -> str:
-        """Remove uploaded files or keep them for ``--resume``, and return a message about it.
+        """Remove the uploaded files, or keep them for ``--resume``, and return a message.
 
-        After an error, the lock stays and records the files.
+        If this raises, the lock file remains and records the uploaded files.
         """
         if not self._lock.is_ours():
             return "uploaded files remain, because another process now writes to this destination"
@@ -158,7 +158,7 @@ class ObjectUpload:
         return f"uploaded files were deleted{loss_note}"
 
     def _require_replaceable(self) -> None:
-        """Raise if the destination contains files that must not be replaced."""
+        """Raise if the destination contains files that this run is not allowed to replace."""
         unfinished = self._leftover is not None and self._leftover.explains_files(
             self._files_before
         )
@@ -179,7 +179,10 @@ class ObjectUpload:
         self._replaces = True
 
     def _find_reusable_files(self, leftover: LockRecord | None) -> dict[str, UploadedFile]:
-        """Return the files that an earlier run uploaded and that have not changed since."""
+        """Return the unchanged files that an interrupted run uploaded, if resuming.
+
+        *leftover* is the lock record of that run, or None.
+        """
         if leftover is None or not self._request.resume:
             return {}
         return {
@@ -190,7 +193,10 @@ class ObjectUpload:
         }
 
     def _remove_old_files(self, outdated: list[str]) -> bool:
-        """Remove *outdated* and files of a replaced checkpoint, and return whether any existed."""
+        """Remove the files *outdated* and the files of the checkpoint that is being replaced.
+
+        Returns whether any file was to be removed.
+        """
         with self._mutex:
             if self._old_names:
                 self._lock.record_removals(self._old_names)
@@ -203,9 +209,9 @@ class ObjectUpload:
         return bool(order or outdated)
 
     def _remove_uploaded(self) -> None:
-        """Remove the files that this run uploaded, the index first.
+        """Remove the files that this run uploaded, starting with the index.
 
-        Files that another run has written since are kept.
+        Files that another run has written since then are kept.
         """
         files = self._objects.list_files()
         previous = self._files_before if self._request.single else {}
@@ -223,7 +229,10 @@ class ObjectUpload:
         self._is_previous_lost |= self._replaces and bool(self._started_names) and not unchanged
 
     def _release_lock(self) -> None:
-        """Restore the record of a dead run if nothing was uploaded, or else remove the lock."""
+        """Release the lock and remove its file.
+
+        If nothing was uploaded, restore the record of the dead run that left files, if any.
+        """
         leftover = self._leftover
         if (
             leftover is not None
