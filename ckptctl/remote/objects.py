@@ -55,7 +55,7 @@ class OutputObjects:
         return {name: file for name, file in files.items() if not name.startswith(self.lock_name)}
 
     def has_lock(self) -> bool:
-        """Return whether a lock file exists, with or without a holder."""
+        """Return whether the lock file of this output exists, even if no run holds the lock."""
         with self._store.translate_errors(self.lock_name, "access"):
             self._store.refresh_listings()
             return bool(self._system.exists(self._store.resolve_path(self.lock_name)))
@@ -125,7 +125,10 @@ class OutputObjects:
             self._changed.wait_for(lambda: not self._upload_count, STOP_TIMEOUT_SECONDS)
 
     def abort_multipart_uploads(self, names: Collection[str] | None = None) -> None:
-        """Abort incomplete multipart uploads on S3, of the files *names* or of all files if None."""
+        """Abort incomplete multipart uploads on S3.
+
+        Only uploads of the files *names* are aborted, or all uploads if *names* is None.
+        """
         if not self._multipart:
             return
         paths = None if names is None else {self._store.resolve_path(name) for name in names}

@@ -1,7 +1,7 @@
 """Remove checkpoints from a remote run folder.
 
 Remote objects cannot be renamed. To remove a checkpoint, ckptctl first acquires its lock, which
-records the removal and its objects; from then on ckptctl no longer treats it as a checkpoint. The
+records the removal and its objects. From then on ckptctl no longer treats it as a checkpoint. The
 index, which makes it a checkpoint for other programs, is removed next, then all other objects and
 finally the lock. An interrupted removal leaves a complete checkpoint, or one that the next run
 finishes removing, except for objects written since.

@@ -95,7 +95,7 @@ class Store(Protocol):
         return
 
     def find_parent(self) -> Store | None:
-        """Return the parent folder, or None at the root of the store."""
+        """Return the store of the parent folder, or None at the root of the file system."""
 
 
 class FsspecStore:
@@ -110,7 +110,7 @@ class FsspecStore:
         system: The fsspec file system.
         root: Path of the URL in the file system.
         is_s3: Whether the file system is S3.
-        has_folders: Whether the file system has folders; object stores do not.
+        has_folders: Whether the file system has folders, unlike object stores.
     """
 
     def __init__(self, url: str, shown_url: str | None = None) -> None:

@@ -231,7 +231,7 @@ class ObjectUpload:
     def _release_lock(self) -> None:
         """Release the lock and remove its file.
 
-        If nothing was uploaded, restore the record of the dead run that left files, if any.
+        If nothing was uploaded and a dead run left files, keep the lock file with its record.
         """
         leftover = self._leftover
         if (

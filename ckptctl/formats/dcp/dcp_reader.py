@@ -150,7 +150,7 @@ def build_catalog(
     *,
     zips: bool = True,
 ) -> Catalog:
-    """Build the catalog of a directory from the leaves of its metadata.
+    """Build the catalog of a DCP directory from the leaves of its metadata.
 
     Args:
         files: Files of the directory.

@@ -137,7 +137,7 @@ class RankMetadataMerger:
         """Return the names of tensors with missing elements, or raise if *should_raise*.
 
         Always raises if chunks overlap or exceed the shape. Only the numbers of elements are
-        compared; the positions of chunks are checked when the tensors are used.
+        compared. The positions of chunks are checked when the tensors are used.
         """
         names = []
         for name, merged in self._merged.items():

@@ -1,8 +1,8 @@
 """Map parameters to ranges of ZeRO's flat vectors, which are partitioned among ranks.
 
 Source: ``deepspeed/utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``, ``GatheredTensor``),
-and ZeRO (https://arxiv.org/abs/1910.02054). The order of parameters is that of ``param_shapes``;
-``param_slice_mappings`` ignores the order that ``round_robin_gradients`` gives to parameters.
+and ZeRO (https://arxiv.org/abs/1910.02054). Parameters have the order of ``param_shapes``,
+because ``param_slice_mappings`` ignores the parameter order of ``round_robin_gradients``.
 """
 
 from __future__ import annotations

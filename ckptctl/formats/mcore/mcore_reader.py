@@ -316,7 +316,7 @@ class _FiddleConverter:
             yield (match[1] if match else str(step)), part
 
     def to_value(self, node: object, depth: int) -> object:
-        """Convert *node* to a plain value."""
+        """Convert *node* to plain Python values, or raise if it is too deep or too large."""
         self._seen += 1
         if depth > MAX_DEPTH or self._seen > MAX_NODES:
             raise ValueError("it contains more than a model configuration, or refers to itself")
@@ -338,5 +338,5 @@ class _FiddleConverter:
 
 
 def _get_qualified_name(node: object) -> str:
-    """Return the qualified name of a class or function."""
+    """Return the qualified name of the class or function that *node* refers to."""
     return f"{node.get('module')}.{node.get('name')}" if isinstance(node, dict) else ""

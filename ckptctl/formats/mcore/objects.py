@@ -1,12 +1,12 @@
 """Sharded objects, which are non-tensor values called ``KEY/shard_3_32``.
 
 After the slash are the offset of an object in the grid of its key and the global shape of that
-grid. The naming follows that of tensors (:mod:`ckptctl.formats.mcore.spelling`): the layer of a
-stack is an index of the grid's first dimension, an expert is an index of its last dimension.
+grid. Objects are named like tensors (:mod:`ckptctl.formats.mcore.spelling`). A stacked layer is an
+index in the first dimension of the grid, and an expert is an index in the last dimension.
 Source: ``ShardedObject`` in ``megatron/core/dist_checkpointing/mapping.py``.
 
 Megatron-Core requires ``_extra_state`` objects when it loads. Each Transformer Engine module has
-one, for FP8 scales; Megatron-Core's own linear layers have one that is None. If one is missing,
+one, for FP8 scales. Megatron-Core's own linear layers have one that is None. If one is missing,
 loading fails with ``Missing key in checkpoint state_dict``. Additional objects are ignored, unless
 ``strict`` is ``raise_all``. Therefore, all objects that a model of Transformer Engine or of the
 local specification requires are written, in the form for models without FP8: the list ``[None]``,

@@ -82,7 +82,7 @@ class TensorNameParts(NamedTuple):
 
 
 def parse_tensor_name(name: str) -> TensorNameParts:
-    """Parse a tensor name of any naming convention."""
+    """Parse the name of a tensor, for all naming conventions of Megatron-Core."""
     prefix = _PREFIX.match(name)
     state_prefix = (prefix[1] or "") if prefix else ""
     rest = name[prefix.end() :] if prefix else name

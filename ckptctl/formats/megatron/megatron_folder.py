@@ -1,10 +1,10 @@
 """Find the files of a legacy Megatron save, and read the file of one rank.
 
 Source: ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``):
-``iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` has the numbers of the tensor-, pipeline-
-and expert-parallel rank, the latter two only if there are several. Each file contains
+``iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` contains the tensor-parallel rank TT. The
+pipeline stage PPP and the expert-parallel rank EEE are omitted if there is only one. Each file has
 (``generate_state_dict``) ``args`` (an ``argparse.Namespace``), ``iteration``, and ``model`` or,
-with virtual pipeline stages, ``model0``, ``model1``, ... Nothing of Megatron is imported; its
+with virtual pipeline stages, ``model0``, ``model1``, ... Nothing of Megatron is imported. Its
 classes become inert records.
 """
 

@@ -3,7 +3,7 @@
 The rules are checked against the files: replicated tensors must be equal on all ranks, shapes must
 agree, and the sizes of divided dimensions must add up to those in the arguments.
 
-Each rank numbers its layers and experts from 0; joined names have the numbers in the complete
+Each rank numbers its layers and experts from 0. Joined names have the numbers in the complete
 model. Source: ``get_transformer_layer_offset`` in
 ``megatron/core/transformer/transformer_layer.py``. The first virtual stages of all pipeline stages
 come first, then the second ones, and so on. The first layer of a virtual stage follows the last one

@@ -51,7 +51,7 @@ class DivisionRule(ClosedSchema):
     """Division of tensors among tensor-parallel ranks, as defined by a ``[[rule]]`` table.
 
     Attributes:
-        names: Globs; ``*`` matches any characters.
+        names: Globs for tensor names, in which ``*`` matches any characters.
         dim: Dimension that ranks divide, or None if every rank has the full tensor.
         parts: Number of equal fused tensors along *dim*, which are divided separately, or the
             length of each on one rank. ``gated`` means two in gated layers and one otherwise.
@@ -131,7 +131,7 @@ def load_rules(path: TreePath) -> Rules:
 
 
 def load_built_in_rules() -> Rules:
-    """Return the rules for GPT models of Megatron-Core."""
+    """Load the rules file for Megatron-Core's GPT models, which is part of ckptctl."""
     return _parse_rules(Path(__file__).with_name("core.toml"), BUILT_IN_RULES_NAME)
 
 
