@@ -23,7 +23,10 @@ def is_precondition_failure(error: Exception) -> bool:
 
 
 def is_unsupported_condition(error: Exception) -> bool:
-    """Return whether *error* means that the store or client lacks conditional requests."""
+    """Return whether *error* means that conditional requests are not supported.
+
+    Either the store or the client may not support them.
+    """
     is_client_error = isinstance(error, TypeError | ValueError | NotImplementedError)
     is_missing_call = isinstance(error, OSError) and error.errno == errno.ENOSYS
     is_boto_validation = type(error).__name__ == "ParamValidationError"

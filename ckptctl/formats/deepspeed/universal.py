@@ -408,7 +408,7 @@ def get_value_tensor(value: object) -> StoredTensor | None:
 def find_missing_values(
     values: ParameterValues, groups: Iterable[Sequence[str]]
 ) -> dict[tuple[str, str], object]:
-    """Find values that a parameter lacks although other parameters of its group have them.
+    """Find values that are missing for a parameter although others of its group have them.
 
     Maps each missing ``(parameter name, key)`` to the value *key* of another parameter.
     """
