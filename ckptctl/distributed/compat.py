@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ckptctl.errors import CkptError
 
 NEWEST_TESTED = (2, 14)
-"""Newest release of torch that is tested, also set in ``noxfile.py``."""
+"""Newest torch release (major, minor) that is tested. ``noxfile.py`` sets it too."""
 PRIVATE = {
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -33,7 +33,7 @@ PRIVATE = {
     "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
     "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
 }
-"""Module and name in torch of every private name, keyed by its name in this module."""
+"""torch module and attribute of each private name, keyed by its name in this module."""
 
 
 def find_missing_names() -> Iterator[str]:

@@ -54,7 +54,7 @@ WhenBusy = Literal["wait", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class BackgroundOptions(SaveOptions):
-    """Options for a save in the background."""
+    """Options for saving a checkpoint in the background."""
 
     mode: Annotated[
         Mode | None,
@@ -141,7 +141,7 @@ class Closeable(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for running work, and release all resources."""
+        """Wait until running work has finished, and release all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +313,10 @@ class AsyncSaver(Closeable):
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[RankCollectives, RankCollectives]:
-        """Return the ranks for calls and for background saves, created by the first call."""
+        """Return one gloo group for method calls and one for background saves.
+
+        The first call creates both groups.
+        """
         self._ranks = self._ranks or (
             create_gloo_group(self._parent),
             create_gloo_group(self._parent),
@@ -321,7 +324,7 @@ class AsyncSaver(Closeable):
         return self._ranks
 
     def join(self) -> None:
-        """Wait for the running save, and ignore its outcome."""
+        """Wait until the running save has finished, and ignore any error it raises."""
         self._require_not_in_callback()
         if self._last is not None:
             self._last.join()
@@ -360,9 +363,10 @@ class AsyncSaver(Closeable):
         collect: Callable[[], tuple[LocalState, CachedSavePlan | None]],
         start: Callable[[StagedCopy], SaveThread],
     ) -> tuple[SaveThread, BaseException | None]:
-        """Copy this rank's shards, or only those that its plan writes, and start a thread.
+        """Copy the shards that this rank writes to host memory, and start the save thread.
 
-        No earlier save may still be running.
+        Without a cached plan, all shards of this rank are copied. No earlier save may still be
+        running.
 
         Returns:
             The thread, and the failure of the last save if it does not prevent this one.
@@ -416,7 +420,7 @@ _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}
 
 
 def _get_saver(group: dist.ProcessGroup | None) -> AsyncSaver:
-    """Return the saver of a process group, and close the savers of destroyed groups."""
+    """Return the saver for process group *group*, and close savers of destroyed groups."""
     ready = dist.is_available() and dist.is_initialized()
     group = group or (dist.group.WORLD if ready else None)
     key = (os.getpid(), group)

@@ -1,9 +1,9 @@
-"""Pool of host memory for copies of the state, reused by later saves.
+"""Pool of host memory into which saves copy the state, and which later saves reuse.
 
-New memory costs several times as much as copying to it, because the kernel must find and clear
-every page, and CUDA must pin it. A region is anonymous shared memory: a writer process gets its
-descriptor, processes forked from the trainer do not duplicate its pages on the next write, and it
-vanishes when the trainer is killed.
+Allocating memory takes several times as long as copying to it, because the kernel must find and
+clear every page, and CUDA must pin it. A region is anonymous shared memory: a writer process gets
+its descriptor, processes forked from the trainer do not duplicate its pages on the next write, and
+it vanishes when the trainer is killed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ from ckptctl.units import pluralize
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
 MAX_FREE_REGIONS = 2
-"""Maximum number of free regions to keep, enough for two savers or two alternating states."""
+"""Maximum number of unused regions that a pool keeps for later saves.
+
+Two regions are enough for two savers or for two states that are saved alternately.
+"""
 RECENT_SAVES = 4
-"""Number of recent saves. Free regions that are larger than all of them needed are released."""
+"""Number of recent saves whose memory needs are remembered.
+
+An unused region that is larger than any of these saves needed is released.
+"""
 MADV_POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE``, since Linux 5.14."""
+"""Value of the ``madvise`` flag ``MADV_POPULATE_WRITE``, available since Linux 5.14."""
 BLOCK_BYTES = 8 << 20
-"""Bytes that a thread copies or populates at a time."""
+"""Number of bytes that a thread copies or populates at a time."""
 
 _log = logging.getLogger("ckptctl")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +48,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbytes: int) -> None:
-    """Process *blocks*, *nbytes* in total, in several threads, and raise the first error.
+    """Process *blocks* in several threads, and raise the first error.
+
+    *nbytes* is the total size of the blocks.
 
     One thread does not saturate the memory bus of most machines. torch's thread pool is not used,
     because ``torchrun`` limits it to one thread.
@@ -76,7 +84,7 @@ def run_in_threads(blocks: Iterable[T], process_block: Callable[[T], None], nbyt
 
 
 def populate_pages(address: int, nbytes: int) -> None:
-    """Let the kernel allocate and clear all pages of new memory.
+    """Make the kernel allocate and zero all pages of a newly mapped memory range.
 
     Raises:
         OSError: There is not enough memory.
@@ -94,7 +102,7 @@ def populate_pages(address: int, nbytes: int) -> None:
 
 
 class HostRegion:
-    """Range of host memory, kept mapped by tensors that view its ``bytes``."""
+    """Shared host memory, which stays mapped while any tensor is a view of its ``bytes``."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -118,11 +126,11 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        """Start address in this process."""
+        """Address of the first byte of the region in this process."""
         return self.bytes.data_ptr()
 
     def close(self) -> None:
-        """Release the memory as soon as no tensor views it."""
+        """Release the memory once no tensor is a view of it."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
             self.pinned = False
@@ -144,7 +152,7 @@ class HostRegion:
 
 
 class HostPool:
-    """Thread-safe pool of used and free regions."""
+    """Thread-safe pool of host memory regions, which later saves reuse."""
 
     def __init__(self, limit: int | None = None, max_free: int = MAX_FREE_REGIONS) -> None:
         self._limit = limit
@@ -176,9 +184,10 @@ class HostPool:
             return taken
 
     def prepare_region(self, nbytes: int, pinned: bool = False) -> None:
-        """Allocate a region for the next save, unless a free or used one fits.
+        """Allocate a region for the next save, unless the pool already has a suitable region.
 
-        If the limit leaves no room during the running save, the next save allocates the region.
+        A region that the running save uses also counts as suitable. If another region would exceed
+        the limit of the pool, nothing is allocated now, and the next save allocates its region.
         """
         size = round_to_size_class(nbytes)
         with self._lock:
@@ -189,7 +198,10 @@ class HostPool:
                 self._free.append(self._allocate_region(size, pinned))
 
     def return_region(self, region: HostRegion) -> None:
-        """Return *region* to the pool, and close free regions that recent saves did not need."""
+        """Return *region* to the pool, and close regions that are too large or too many.
+
+        A region is too large if none of the recent saves needed that many bytes.
+        """
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
@@ -203,7 +215,7 @@ class HostPool:
                 self._free.pop(0).close()
 
     def close(self) -> None:
-        """Close the free regions now, and the used regions when they are returned."""
+        """Close all unused regions now, and every other region when it is returned."""
         with self._lock:
             self._closed = True
             while self._free:
@@ -211,7 +223,7 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all regions in bytes."""
+        """Total size in bytes of all regions of the pool, used and unused."""
         with self._lock:
             return self._count_bytes()
 

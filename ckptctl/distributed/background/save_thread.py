@@ -1,4 +1,4 @@
-"""Thread and future of one background save, with its callbacks."""
+"""Thread that runs one background save, and the future and callbacks of that save."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SaveFuture(Future[TreePath | None]):
 
 
 class SaveThread:
-    """Non-daemon thread that writes a copied state."""
+    """Non-daemon thread that writes a state after it was copied to host memory."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SaveThread:
         )
 
     def start(self) -> None:
-        """Start the thread, which waits for :meth:`allow_writing` or :meth:`abandon`.
+        """Start the thread, which waits until :meth:`allow_writing` or :meth:`abandon` is called.
 
         Raises:
             StorageError: The system has no threads left.
@@ -116,7 +116,7 @@ class SaveThread:
             ) from error
 
     def allow_writing(self) -> None:
-        """Let the thread write."""
+        """Allow the waiting thread to write the checkpoint."""
         self._decision.put(True)
 
     def abandon(self) -> None:
@@ -132,21 +132,21 @@ class SaveThread:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether this is the current thread, as in a callback of the save."""
+        """Whether the caller runs in this thread, for example in a callback of the save."""
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
+        """Wait until the thread has ended."""
         self._thread.join()
 
     def take_failure(self) -> BaseException | None:
-        """Return the failure of the save, or None if there is none or it was already returned."""
+        """Return the error of the save, or None if it has not failed or the error was returned."""
         failure, self._failure = self._failure, None
         return failure
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save failed and its failure was not taken yet."""
+        """Whether the save failed and :meth:`take_failure` has not returned its error yet."""
         return self._failure is not None
 
     def _run_save(self) -> None:
@@ -178,14 +178,14 @@ class SaveThread:
             self.future.set_result(path)
 
     def _release_memory(self, release: Callable[[], None]) -> None:
-        """Release the memory of the copy. Errors do not change the outcome of the save."""
+        """Call *release* to free the copied state. Errors do not change the outcome of the save."""
         try:
             release()
         except BaseException:  # callers wait for the future
             _log.exception("the host memory of %s was not released", self.future.path)
 
     def _run_callback(self, callback: Callback | None, name: str) -> None:
-        """Call *callback*. Its exceptions do not fail the save."""
+        """Call *callback* unless it is None. Exceptions that it raises do not fail the save."""
         if callback is None:
             return
         try:

@@ -48,7 +48,7 @@ def copy_host_ranges(copies: Sequence[HostCopy]) -> None:
 
 
 def _split_into_blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
-    """Group copies into blocks of similar size, and split longer ones."""
+    """Group copies into blocks of similar size, and split copies larger than a block."""
     block: list[HostCopy] = []
     size = 0
     for target, source, nbytes in copies:
@@ -66,7 +66,7 @@ def _split_into_blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
 def _start_copies(
     copies: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[torch.cuda.Stream]:
-    """Start to copy tensors of any device and strides.
+    """Start to copy tensors, which may be on any device and have any strides.
 
     Returns:
         Streams to synchronize, one per CUDA device. Host tensors are already copied.
@@ -90,7 +90,7 @@ def _start_copies(
 
 @dataclass(frozen=True, slots=True)
 class StagedCopy:
-    """Copy of a rank's shards, in the memory *region* (None if nothing was copied)."""
+    """Host copy of a rank's shards. *region* is its memory, or None if nothing was copied."""
 
     state: LocalState
     region: HostRegion | None
@@ -98,7 +98,7 @@ class StagedCopy:
 
 
 class _LocatedTensor(NamedTuple):
-    """Tensor with its address range, and the identity of the *memory* that contains it."""
+    """Tensor and its address range within *memory*, which identifies the host or a storage."""
 
     memory: tuple[str, int]
     first: int
@@ -108,7 +108,11 @@ class _LocatedTensor(NamedTuple):
 
 
 class _CopyRange(NamedTuple):
-    """Memory range to copy, either bytewise with all tensors in it, or one tensor element-wise."""
+    """Memory range to copy, either as bytes that several tensors share or as one tensor.
+
+    If *is_bytewise* is set, the bytes of the range are copied unchanged. Otherwise, the elements of
+    the only tensor in *members* are copied in row-major order.
+    """
 
     first: int
     nbytes: int
@@ -119,9 +123,10 @@ class _CopyRange(NamedTuple):
 def copy_shards_to_host(
     state: LocalState, pool: HostPool, chosen: Iterable[int] | None = None
 ) -> StagedCopy:
-    """Copy all shards, or only those of the *chosen* chunks, so that the originals can change.
+    """Copy the shards of *state* to host memory, so that training can change the originals.
 
-    The devices of the tensors must be synchronized.
+    If *chosen* is not None, only the shards with these chunk indices are copied. The devices of the
+    tensors must be synchronized.
     """
     ranges = list(_iterate_ranges(list(_iterate_members(state.pieces, chosen))))
     places = list(_assign_region_offsets(ranges))
@@ -142,7 +147,7 @@ def copy_shards_to_host(
 
 
 def compute_copy_memory(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
-    """Compute the size in bytes of a host copy of all shards, and whether to pin its memory."""
+    """Compute the bytes needed to copy *pieces* to the host, and whether to pin that memory."""
     ranges = list(_iterate_ranges(list(_iterate_members(pieces, None))))
     return (
         _compute_region_size(ranges, list(_assign_region_offsets(ranges))) if ranges else (0, False)
@@ -166,7 +171,7 @@ def _iterate_members(
 
 
 def _iterate_ranges(members: Sequence[_LocatedTensor]) -> Iterator[_CopyRange]:
-    """Yield the memory ranges that overlapping tensors cover, by address."""
+    """Merge tensors that overlap in memory, and yield the ranges to copy by address."""
     group: list[_LocatedTensor] = []
     end = 0
     for member in sorted(members, key=lambda candidate: candidate[:4]):
@@ -180,7 +185,7 @@ def _iterate_ranges(members: Sequence[_LocatedTensor]) -> Iterator[_CopyRange]:
 
 
 def _get_memory_identity(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return an identity of the memory within which addresses can be compared."""
+    """Identify the host memory or device storage within which tensor addresses are comparable."""
     if is_on_host(tensor):
         return "", 0
     return str(tensor.device), tensor.untyped_storage().data_ptr()
@@ -211,7 +216,7 @@ def _build_ranges(members: Sequence[_LocatedTensor], end: int) -> Iterator[_Copy
 
 
 def _assign_region_offsets(ranges: Iterable[_CopyRange]) -> Iterator[int]:
-    """Yield the start of each range in the region, keeping the alignment of elements."""
+    """Yield the byte offset of each range in the region, so that elements stay aligned."""
     end = 0
     for byte_range in ranges:
         place = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + (
@@ -224,7 +229,7 @@ def _assign_region_offsets(ranges: Iterable[_CopyRange]) -> Iterator[int]:
 def _copy_ranges(
     region: HostRegion, ranges: Sequence[_CopyRange], places: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Copy the ranges, and return the copied tensors by chunk index."""
+    """Copy *ranges* to *region*, and return pairs of a chunk index and its copied tensor."""
     placed = list(zip(ranges, places, strict=True))
     by_address: list[HostCopy] = []
     by_tensor: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SaverStatus(NamedTuple):
-    """Status of the last save, on one rank or combined over all."""
+    """Status of the last save, either of one rank or combined over all ranks."""
 
     busy: bool
     failed: bool
@@ -23,7 +23,10 @@ class SaverStatus(NamedTuple):
 
 
 class StartVote:
-    """Votes of all ranks on the training thread, each one exchange of a few numbers."""
+    """Collective decisions of all ranks on whether a background save can start.
+
+    The training thread makes each decision in a single exchange of a few numbers.
+    """
 
     def __init__(self, ranks: RankCollectives) -> None:
         self._ranks = ranks
@@ -31,7 +34,7 @@ class StartVote:
     def exchange_status(
         self, status: SaverStatus, agreed_options: Sequence[object], plan: bytes = b""
     ) -> tuple[SaverStatus, bool]:
-        """Combine the status of all ranks, and return whether they have the same plan.
+        """Combine the status of all ranks, and check whether all have the same cached plan.
 
         Raises:
             RefusedError: The ranks pass different paths or options.
@@ -55,7 +58,7 @@ class StartVote:
         return SaverStatus(*map(bool, maxima[:-4])), agreements[1] and bool(plan)
 
     def run_all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """Run *work* on every rank. If a rank fails, *undo* it on other ranks and raise on all.
+        """Run *work* on every rank. If it fails on any rank, call *undo* on the others and raise.
 
         *work* is also undone if the exchange between the ranks fails.
         """
@@ -72,7 +75,7 @@ class StartVote:
         return outcome.result()
 
     def raise_on_all_ranks(self, outcome: Future[T]) -> NoReturn:
-        """Raise on every rank the error of the rank that has one."""
+        """Raise an error on every rank, given the *outcome* of this rank."""
         run_on_all_ranks(self._ranks, outcome.result)
         raise CkptError("a rank failed without reporting an error")
 

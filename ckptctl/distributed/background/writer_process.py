@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckptctl.distributed.background.host_memory import HostRegion
 
 SharedRange = tuple[int, int, int]
-"""Region number, and offset and length within the region in bytes."""
+"""Tuple of a region number, an offset in bytes within that region, and a size in bytes."""
 
 _BLOCKED_SIGNALS = {
     getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2")
@@ -110,7 +110,7 @@ class WriterProcess:
         return result
 
     def close(self) -> None:
-        """Kill the child, which makes a running plan fail."""
+        """Kill the child process. A plan that it is executing fails."""
         with self._closing:
             if self._child is not None:
                 self._child.kill()
@@ -121,7 +121,7 @@ class WriterProcess:
                 self._connection = None
 
     def forget_child(self) -> None:
-        """Forget the child in a forked process, without killing it."""
+        """Drop the reference to the child in a forked process, without killing the child."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._child = None
@@ -162,7 +162,7 @@ class WriterProcess:
             return Connection(parent_end.detach())
 
     def _answer_frame_requests(self, connection: Connection, plan: Plan) -> Execution:
-        """Send the file headers and indexes that the child requests, until it is done."""
+        """Send the file headers and indexes that the child requests, and return its result."""
         while True:
             message = connection.recv()
             if isinstance(message, Execution):
@@ -234,7 +234,7 @@ def main(descriptor: int) -> None:
 def _receive_messages(
     connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]
 ) -> None:
-    """Queue received messages, and exit when the trainer has ended and the connection closes."""
+    """Put received messages into a queue, and exit once the trainer closes the connection."""
     try:
         while True:
             message = connection.recv()
@@ -265,7 +265,10 @@ def _execute_plan(
     request_lock = threading.Lock()
 
     def with_requested_frame(number: int, file: OutputFile) -> OutputFile:
-        """Return *file* with a frame that is requested from the trainer with the data's CRCs."""
+        """Return *file* with a frame (header and index) that the child requests from the trainer.
+
+        The request contains the CRCs of the data that the frame must record.
+        """
         record_indices = [
             index for index, record in enumerate(plan.records) if record.file == file.path
         ]
@@ -293,7 +296,10 @@ def _execute_plan(
 def build_plan_executor(
     region: HostRegion | None, writer: WriterProcess | None
 ) -> Callable[..., Execution]:
-    """Build an executor that reads only copied memory, in *writer* if it is not None."""
+    """Build an executor of plans that read from *region*, the host copy of the state.
+
+    The plans are executed in the process of *writer*, or in this process if *writer* is None.
+    """
     regions = [region] if region else []
     if writer and regions:
         return partial(writer.execute, regions=regions)
