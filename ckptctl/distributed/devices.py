@@ -1,4 +1,4 @@
-"""Synchronization of CUDA devices, and host memory that they copy to."""
+"""Synchronization of CUDA devices, and allocation of host memory to which they copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """Synchronize the CUDA devices of *tensors*, because any stream may still write to them.
 
     Returns:
-        The devices.
+        The devices that were synchronized.
     """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     for device in devices:
@@ -24,7 +24,7 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
 
 
 def allocate_host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate host memory, pinned if requested and possible."""
+    """Allocate a byte tensor in host memory, which is pinned if *pinned* is set and possible."""
     if pinned:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -35,5 +35,5 @@ def allocate_host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @cache
 def warn_slow_copies(problem: str) -> None:
-    """Warn once per process and *problem* that copies from GPUs are slower."""
+    """Warn that *problem* slows down copies from GPUs, once per process for each problem."""
     _log.warning("cannot pin host memory, so copies from GPUs are slower: %s", problem)

@@ -1,4 +1,4 @@
-"""Process groups of torch as a :class:`~ckptctl.ranks.coordinator.RankCollectives`.
+"""Adapters from torch process groups to :class:`~ckptctl.ranks.coordinator.RankCollectives`.
 
 torch's object collectives exchange lengths first, which doubles the cost of small messages. Here
 the first exchange contains the length and the first bytes of the message, and only longer messages
@@ -29,7 +29,7 @@ from ckptctl.storage.threads import get_default_thread_count
 T = TypeVar("T")
 HEAD_BYTES = 8
 FIRST_EXCHANGE_BYTES = 1024
-"""Size of the first exchange per rank, in bytes."""
+"""Number of bytes that every rank sends in the first exchange."""
 ProcessGroup = Annotated[
     dist.ProcessGroup | None,
     Option(
@@ -51,10 +51,10 @@ class Collectives(Protocol):
         """Fill *parts* with the tensors of all ranks."""
 
     def gather(self, parts: list[torch.Tensor] | None, tensor: torch.Tensor) -> None:
-        """Fill *parts*, passed only on rank 0, with the tensors of all ranks."""
+        """Fill *parts* with the tensors of all ranks on rank 0. Other ranks pass None."""
 
     def scatter(self, tensor: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
-        """Fill the first tensor with this rank's element of *parts*, passed only on rank 0."""
+        """Fill *tensor* with this rank's element of *parts*. Ranks other than 0 pass None."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill *tensor* with the tensor of rank 0."""
@@ -64,7 +64,7 @@ class Collectives(Protocol):
 
 
 class GroupCollectives:
-    """Collectives of a process group, by the public functions of ``torch.distributed``."""
+    """Collectives that call the public functions of ``torch.distributed`` for a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -104,7 +104,7 @@ class GlooCollectives:
 
     @property
     def gloo(self) -> Any:
-        """``ProcessGroupGloo``, whose methods have no type stubs."""
+        """The ``ProcessGroupGloo``, typed as Any because its methods have no type stubs."""
         return self._owned[0]
 
     def all_gather(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -181,7 +181,10 @@ class HostGroup:
 
 
 class TorchGroup(HostGroup):
-    """Ranks of a torch process group, on devices if it has no backend for CPU tensors."""
+    """Ranks of a torch process group.
+
+    Messages are exchanged in device memory if the group has no backend for CPU tensors.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -240,17 +243,20 @@ def translate_group_errors() -> Iterator[None]:
 
 
 def get_world_size() -> int:
-    """Return the size of the default process group, or 1 without one."""
+    """Return the size of the default process group, or 1 if it is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def choose_thread_count(jobs: int | None) -> int:
-    """Return *jobs*, or if it is 0 or None, this rank's share of the host's cores."""
+    """Return *jobs*, or this rank's share of the host's CPU cores if *jobs* is 0 or None."""
     return jobs or get_default_thread_count(get_world_size())
 
 
 def get_rank_collectives(group: dist.ProcessGroup | None = None) -> RankCollectives:
-    """Return the ranks of *group*, or a single process if torch.distributed is not initialized."""
+    """Return the collectives of *group*, or of the default group if *group* is None.
+
+    If torch.distributed is not initialized, the collectives of a single process are returned.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     return TorchGroup(group)
@@ -270,9 +276,9 @@ def all_reduce_max(ranks: RankCollectives, numbers: Sequence[int]) -> list[int]:
 def create_gloo_group(
     parent: dist.ProcessGroup | None, timeout: timedelta | None = None
 ) -> RankCollectives:
-    """Create a separate gloo group of the ranks of *parent*. All of them call it.
+    """Create a separate gloo group with the ranks of *parent*, which must all call this function.
 
-    The timeout is that of *parent* unless *timeout* is given.
+    If *timeout* is None, the new group uses the timeout of *parent*.
 
     ``new_group`` would name the group after a counter of this process, whose value can differ
     between ranks that are in different numbers of groups, so they would wait under different names.
@@ -318,7 +324,7 @@ def init_group_from_env() -> TorchGroup:
     """Initialize a gloo group of all processes that torchrun's environment variables describe.
 
     The timeout is long, because ranks wait while another one copies. A process that exits is
-    noticed at once, because its connections are closed.
+    detected immediately, because its connections are closed.
 
     Raises:
         StorageError: The other ranks do not respond.
@@ -368,7 +374,10 @@ def gather_bytes(message: bytes, group: Collectives, *, everywhere: bool = True)
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes:
-    """Return this rank's element of *messages*, passed only on rank 0, with padding."""
+    """Return this rank's element of *messages*, followed by padding.
+
+    Only rank 0 passes *messages*. Other ranks pass None.
+    """
     longest = max(map(len, messages)) if messages else 0
     heads = None if messages is None else [_build_head(message, longest) for message in messages]
     head = _scatter_padded(heads, FIRST_EXCHANGE_BYTES, group)
@@ -379,7 +388,7 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes
 
 
 def broadcast_bytes(message: bytes | None, group: Collectives) -> bytes:
-    """Return the message of rank 0 on all ranks."""
+    """Return the message of rank 0 on all ranks. Other ranks pass None."""
     head = _broadcast_padded(
         _build_head(message, len(message)) if message is not None else b"",
         FIRST_EXCHANGE_BYTES,
@@ -400,7 +409,7 @@ def _parse_length(head: bytes) -> int:
 
 
 def _allocate_bytes(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
-    """Allocate zeroed memory that starts with *content*, and a tensor that shares it."""
+    """Allocate *nbytes* zeroed bytes that start with *content*, and a tensor that shares them."""
     memory = bytearray(nbytes)
     memory[: len(content)] = content
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
@@ -413,7 +422,7 @@ def _slice_messages(messages: Sequence[bytes], lengths: Sequence[int], start: in
 
 
 def _scatter_padded(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:
-    """Return this rank's message with padding, which unpickling ignores."""
+    """Return this rank's message, padded to *nbytes*. Unpickling ignores the padding."""
     memory, tensor = _allocate_bytes(nbytes)
     padded = (
         None if messages is None else [_allocate_bytes(nbytes, message)[1] for message in messages]

@@ -1,4 +1,4 @@
-"""Cache of the plans of saves and loads, reused for states with the same structure."""
+"""Cache of save and load plans, which are reused for states with the same structure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_BYTES = 1 << 30
 
 
 class CachedPlan(Protocol):
-    """Plan with a known memory size."""
+    """Interface of plans that report their approximate memory size to the cache."""
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory size in bytes."""
+        """Approximate memory size of the plan in bytes."""
 
 
 T = TypeVar("T", bound=CachedPlan)
@@ -32,7 +32,7 @@ class PlanCache(Generic[T]):
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
-        """Pickle as an empty cache."""
+        """Pickle this cache as an empty one with the same limits."""
         return PlanCache, (self._entries, self._nbytes)
 
     def get(self, key: bytes) -> T | None:
@@ -44,7 +44,7 @@ class PlanCache(Generic[T]):
             return plan
 
     def put(self, key: bytes, plan: T) -> None:
-        """Store *plan*, and evict the least recently used plans above the limits."""
+        """Store *plan* under *key*, and evict the least recently used plans above the limits."""
         with self._lock:
             self._plans[key] = plan
             self._plans.move_to_end(key)
@@ -55,18 +55,18 @@ class PlanCache(Generic[T]):
                 self._plans.popitem(last=False)
 
     def list_keys(self) -> list[bytes]:
-        """List the keys, most recently used last."""
+        """List the keys of all cached plans, from least to most recently used."""
         with self._lock:
             return list(self._plans)
 
     def keep_only(self, predicate: Callable[[T], bool]) -> None:
-        """Evict all plans for which the predicate is false."""
+        """Evict all plans for which *predicate* returns False."""
         with self._lock:
             for key in [key for key, plan in self._plans.items() if not predicate(plan)]:
                 del self._plans[key]
 
     def list_plans(self) -> list[T]:
-        """List the plans, most recently used first, without marking them as used."""
+        """List all cached plans, most recently used first, without changing their order."""
         with self._lock:
             return list(reversed(self._plans.values()))
 

@@ -1,4 +1,7 @@
-"""Checkpoints that this process has loaded or saved, used to find a run's resumed step."""
+"""Record of the checkpoints that this process has loaded or saved.
+
+It is used to find the step from which a run resumed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
 MAX_POSITIONS = 256
-"""Maximum number of remembered checkpoints."""
+"""Maximum number of checkpoints in the record of visited checkpoints."""
 _positions: dict[TreePath, None] = {}
 _lock = threading.Lock()
 

@@ -58,7 +58,7 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass
 class NamedPlan(LoadPlan):
-    """Load plan with the tensors and values that a rank requires, by name."""
+    """Load plan that also contains the keys of all tensors and values that a rank requires."""
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return [replace(plan, tensors={}, values={}, comparison=comparison) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Build the report of the load."""
+        """Build the report of the load, and return *new_plan* unchanged."""
         comparison = getattr(new_plan, "comparison", None) or LoadReport()
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)

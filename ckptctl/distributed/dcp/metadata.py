@@ -1,4 +1,4 @@
-"""Metadata of ``torch.distributed.checkpoint``, built from a catalog or a plan, and encoded."""
+"""Construction of ``torch.distributed.checkpoint`` metadata from catalogs and save plans."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ DEFAULT_SOURCE = "the checkpoint"
 
 
 def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
-    """Wrap *method* to add an error's where, why and hint as notes, with Python option names."""
+    """Wrap *method* to add the details of a `CkptError` as exception notes.
+
+    The notes contain the location, the reason and the hint, with Python names of options.
+    """
 
     @wraps(method)
     def call_with_notes(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,7 +67,7 @@ def add_error_notes(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def build_metadata(global_plan: GlobalPlan) -> Metadata:
-    """Build torch's metadata from a global plan, without the file positions of its items."""
+    """Build torch's metadata from a global plan, but do not add the file positions of its items."""
 
     def build_entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
         size, chunks = torch.Size(tensor.shape), [to_chunk(box) for box in boxes]
@@ -90,7 +93,7 @@ def build_metadata(global_plan: GlobalPlan) -> Metadata:
 
 
 def build_properties(tensor: OutputTensor) -> TensorProperties:
-    """Build torch's properties of a tensor."""
+    """Build torch's ``TensorProperties`` for an output tensor."""
     return TensorProperties(getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
 
 
@@ -105,7 +108,7 @@ def to_box(chunk: ChunkStorageMetadata) -> Box:
 
 
 class CatalogMetadata(Metadata):
-    """Metadata of a checkpoint of any format, with the tensor names that the state uses."""
+    """torch metadata of a checkpoint of any format, with the tensor names of the state to load."""
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class CatalogMetadata(Metadata):
         return self.mapping
 
     def adapt_to_state(self, state: Mapping[str, TensorMeta]) -> None:
-        """Present the checkpoint's tensors with the names and layout of *state*."""
+        """Convert the tensor metadata of the checkpoint to the names and the layout of *state*."""
         self.require_mapping()
         assert self._catalog
         self._set_mapping(map_state(self._catalog, state, self._options.mapping))
@@ -165,7 +168,10 @@ class CatalogMetadata(Metadata):
 
 
 def build_mapping(metadata: Metadata) -> StateMapping:
-    """Return the mapping to the state, which is the identity for metadata of other readers."""
+    """Return the mapping from the checkpoint to the state.
+
+    For metadata that another storage reader has created, every tensor is mapped to itself.
+    """
     if isinstance(metadata, CatalogMetadata):
         return metadata.require_mapping()
     paths = metadata.planner_data or {}
@@ -184,7 +190,7 @@ def build_mapping(metadata: Metadata) -> StateMapping:
 
 
 def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
-    """Encode the content of ``.metadata``, in parts.
+    """Encode *metadata* as the contents of a ``.metadata`` file, in consecutive chunks of bytes.
 
     Raises:
         RefusedError: The metadata has fields that would be lost.

@@ -61,12 +61,12 @@ from ckptctl.units import pluralize
 
 MAX_PLANS = 8
 KEY_VERSION = 1
-"""Version of the data from which the cache key of a plan is computed."""
+"""Version number of the data from which cache keys of plans are computed."""
 
 
 @dataclass(frozen=True)
 class SharePlan(SavePlan):
-    """Save plan that carries a rank's shards to the coordinator, and its share back."""
+    """Save plan that sends a rank's shards to the coordinator, and returns the rank's share."""
 
     key: bytes = b""  # digest of everything on which the rank's plan depends, except values
     values: bytes = b""  # digests of the non-tensor values and of small tensors
@@ -78,7 +78,7 @@ class SharePlan(SavePlan):
 
 @dataclass(frozen=True, slots=True)
 class _AgreedPlan:
-    """Global plan, cached by the coordinator."""
+    """Global plan of an earlier save, which the coordinator caches for reuse."""
 
     packed: Sequence[PackedShards]
     keys: Sequence[bytes]
@@ -88,7 +88,7 @@ class _AgreedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _SavedShare:
-    """Plan that this rank has executed, cached for reuse."""
+    """Share of an earlier global plan that this rank has written, cached for reuse."""
 
     key: bytes
     generation: bytes
@@ -98,7 +98,7 @@ class _SavedShare:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory size in bytes."""
+        """Approximate memory size of the cached plan in bytes."""
         return 1000 * len(self.items)
 
 
@@ -258,7 +258,7 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of an item, either a view of a tensor or the bytes of a value."""
+        """Return the data of *write_item*, either a tensor view or the bytes of a value."""
         name = self._names.get(write_item.index.fqn, write_item.index.fqn)
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.local_state.values[name])
@@ -272,7 +272,7 @@ class SavePlanner(DefaultSavePlanner):
         return piece.resolve_conj().resolve_neg()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a value of the state by the name of its item."""
+        """Return the non-tensor value of the state that the write item at *index* saves."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
     def _get_packed_shards(self, rank: int, plan: SharePlan) -> PackedShards:
@@ -309,7 +309,7 @@ def _list_written_values(all_packed: Sequence[PackedShards]) -> list[dict[str, s
 
 
 def iterate_write_items(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
-    """Yield the write items of a rank's share, in the order of the share."""
+    """Yield one write item per chunk and value of a rank's share, in the order of the share."""
     for index, box in iterate_boxes(shards, share):
         name = shards.chunks[index].name
         yield _build_tensor_item(name, make_output_tensor(name, shards.tensors[name]), box)

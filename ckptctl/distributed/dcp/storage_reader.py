@@ -83,7 +83,7 @@ class Reader(StorageReader):
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reset the state of the last load, and set the checkpoint to *checkpoint_id* if given."""
+        """Discard the state of the last load, and read from *checkpoint_id* if it is not None."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._rank = 0
@@ -115,7 +115,7 @@ class Reader(StorageReader):
         *_: Any,
         **kwargs: Any,
     ) -> None:
-        """Set the rank of this process and the metadata.
+        """Store the metadata and the rank of this process.
 
         Raises:
             CkptError: The checkpoint cannot be read.
@@ -142,7 +142,7 @@ class Reader(StorageReader):
 
     @add_error_notes
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Verify that a change of the layout loses nothing, only on the coordinator.
+        """Verify on the coordinator that converting the layout loses no data.
 
         Raises:
             MappingError: Data would be lost.
@@ -210,7 +210,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, tensor)
 
     def _read_contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
-        """Read non-tensor values safely, and pickle them again for the planner."""
+        """Read non-tensor values without running code, and pickle them again for the planner."""
         loaded = read_values(
             self._get_mapping(),
             [item.storage_index.fqn for item in items],

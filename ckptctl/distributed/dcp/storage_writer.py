@@ -46,7 +46,7 @@ from ckptctl.storage.paths import has_known_scheme, parse_path
 
 METADATA_VERSION = "1.0.0"
 _OPEN_WRITERS: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
-"""Writers of this process that have prepared their target and not published yet, by path."""
+"""Writers of this process that have prepared but not yet published a checkpoint, by path."""
 
 
 class Writer(StorageWriter):
@@ -91,7 +91,7 @@ class Writer(StorageWriter):
         *_: Any,
         **kwargs: Any,
     ) -> None:
-        """Set the rank of this process and its target.
+        """Store the rank of this process, and create the target of the save.
 
         Raises:
             RefusedError: The path cannot hold a checkpoint, or is a URL and collectives are
@@ -114,7 +114,7 @@ class Writer(StorageWriter):
 
     @add_error_notes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Prepare the target, only on the coordinator or on each rank without collectives.
+        """Prepare the destination on the coordinator, or on every rank if collectives are disabled.
 
         Raises:
             RefusedError: The destination exists, or ranks have different ones.
@@ -168,7 +168,7 @@ class Writer(StorageWriter):
 
     @add_error_notes
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and publish, only on the coordinator.
+        """Write the metadata and publish the checkpoint. Only the coordinator calls this method.
 
         Raises:
             StorageError: An item of the plan is missing, and nothing is published.
@@ -247,7 +247,10 @@ def _close_stack(stack: ExitStack) -> None:
 
 
 def _compute_file_sizes(results: Iterable[WriteResult]) -> dict[str, int]:
-    """Compute the sizes of one rank's files, each of which ends with its last item."""
+    """Compute the size in bytes of each file of one rank, by name.
+
+    A file ends where its last item ends.
+    """
     sizes: dict[str, int] = {}
     for info in (result.storage_data for result in results):
         sizes[info.relative_path] = max(info.offset + info.length, sizes.get(info.relative_path, 0))
@@ -276,7 +279,7 @@ def _require_all_written(metadata: Metadata, stored: Collection[MetadataIndex], 
 def _build_local_state(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[LocalState, RankShare]:
-    """Convert the write items of any planner to a state, all of which this rank writes."""
+    """Convert the write items of any planner to a state, and assign all of it to this rank."""
     tensors: dict[str, TensorMeta] = {}
     chunks: list[LocalChunk] = []
     pieces: list[torch.Tensor] = []

@@ -42,7 +42,7 @@ _TEXTS = re.compile(r"(?P<kind>[SU])(?P<length>\d{1,9})")
 _TIMES = ("M8", "m8")
 _UNITS = ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"]
 _NEEDS_ZEROS = 8
-"""The only allowed flag of a dtype, set for strings (``NPY_NEEDS_INIT``)."""
+"""The only dtype flag that is accepted. numpy sets it for strings (``NPY_NEEDS_INIT``)."""
 _LAST_CHARACTER = 0x10FFFF
 
 
@@ -55,7 +55,10 @@ def _import_numpy() -> Any:
 
 
 def _build_dtype(record: Inert, _: NestedBuilder) -> Dtype:
-    """Create a dtype without fields or objects from its kind, size and unit."""
+    """Create a numpy dtype from its kind, size and time unit.
+
+    Dtypes with fields or Python objects are rejected.
+    """
     code, state = _parse_dtype_state(record)
     order, fields, rest = state[1], state[2:5], state[5:]
     if order not in ("<", ">", "=", "|") or fields != (None, None, None):
@@ -72,7 +75,7 @@ def _build_dtype(record: Inert, _: NestedBuilder) -> Dtype:
 
 
 def _parse_dtype_state(record: Inert) -> tuple[str, tuple[Any, ...]]:
-    """Return the code (kind and size) and the state in a dtype record."""
+    """Return the type code (kind and size, like ``f4``) and the pickled state of a dtype record."""
     if record.appended is not None or record.entries is not None or len(record.args) != 3:
         raise malformed_record_error(record, "its arguments are unexpected")
     code, state = record.args[0], record.state
@@ -87,7 +90,7 @@ def _parse_dtype_state(record: Inert) -> tuple[str, tuple[Any, ...]]:
 
 
 def _parse_time_unit(record: Inert, state: tuple[Any, ...]) -> str:
-    """Parse the time unit of a dtype to numpy's notation."""
+    """Return the time unit of a dtype in numpy's notation, for example ``[ms]``."""
     metadata = state[8]
     if type(metadata) is not tuple or len(metadata) != 2 or metadata[0] not in (None, {}):
         raise malformed_record_error(record, "its unit is invalid")
@@ -139,7 +142,7 @@ def build_from_buffer(record: Inert, _: NestedBuilder) -> Array:
 
 
 def build_scalar(record: Inert, _: NestedBuilder) -> object:
-    """Create a numpy scalar."""
+    """Create a numpy scalar from its dtype and its bytes."""
     dtype, content = get_arguments(record, 2)
     resolved = _parse_dtype(record, dtype)
     if not resolved.itemsize and content == b"":

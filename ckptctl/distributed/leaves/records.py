@@ -1,4 +1,4 @@
-"""Checks of inert pickle records before objects are created from them."""
+"""Validation of inert pickle records, before objects are created from them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ckptctl.units import pluralize
 
 MAX_INT = 1 << 63
 NestedBuilder = Callable[[object], object]
-"""Function that creates the value of a nested record."""
+"""Function that creates the value of a pickle record nested in another record."""
 RecordBuilder = Callable[[Inert, NestedBuilder], object]
-"""Function that creates the value of a record of one class.
+"""Function that creates an object of one class from its pickle record.
 
 Raises:
     UnsupportedError: The object was pickled in a way that its class never uses.
 """
 RecordBuilders = Mapping[Global, RecordBuilder]
 POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
-"""Keys of generator states that contain a position, and of the arrays that they index."""
+"""Keys of RNG states that contain a position, with the key of the array that each indexes."""
 POSITION_PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 
@@ -42,7 +42,11 @@ def format_class(record: Inert | Global | str) -> str:
 
 
 def get_arguments(record: Inert, minimum: int, maximum: int | None = None) -> tuple[object, ...]:
-    """Return a record's arguments, or raise if it has a wrong number, state or elements."""
+    """Return the constructor arguments of a record.
+
+    Raise if their number is not from *minimum* to *maximum* (by default, exactly *minimum*), or if
+    the record also has a state or elements.
+    """
     if record.state is not None or record.appended is not None or record.entries is not None:
         raise malformed_record_error(record, "it has a state or elements")
     count = len(record.args)
@@ -64,7 +68,7 @@ def get_attributes(record: Inert) -> dict[str, object]:
 def check_int(
     record: Inert | str, value: object, minimum: int = -MAX_INT, end: int = MAX_INT
 ) -> int:
-    """Return *value*, or raise if it is not an integer from *minimum* to below *end*."""
+    """Return *value*, or raise unless it is an integer with ``minimum <= value < end``."""
     if type(value) is not int or not minimum <= value < end:
         raise malformed_record_error(record, "a number in it is invalid or out of range")
     return value

@@ -35,7 +35,10 @@ from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, StoredTen
 ALL_BUILDERS: RecordBuilders = {**STANDARD_BUILDERS, **NUMPY_BUILDERS, **TORCH_BUILDERS}
 CLASS_TABLE = {**TABLE_WITH_UNREAD_TENSORS, **{(key.module, key.name): key for key in ALL_BUILDERS}}
 MAX_RECORD_KEYS = 10_000
-"""Maximum number of dict keys and set members other than plain values, as hashes may collide."""
+"""Maximum number of dict keys and set members that are objects.
+
+The limit bounds the time that crafted hash collisions can cost.
+"""
 SHARED_FACTOR = 4
 SHARED_BYTES = 1 << 16
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -67,10 +70,10 @@ def read_leaf(content: bytes, where: str) -> object:
 
 
 class _ValueBuilder:
-    """Builder of the objects in one value, with one object per record.
+    """Builder that creates one object for each record of a pickled value.
 
-    All constructor arguments together may have *allowance* bytes. An argument that is used
-    repeatedly counts each time.
+    The total size of all constructor arguments is limited to *allowance* bytes. An argument that
+    is used repeatedly counts each time.
     """
 
     def __init__(self, storages: ZipStorages, allowance: int) -> None:
@@ -80,7 +83,7 @@ class _ValueBuilder:
         self._record_keys = 0
 
     def make_value(self, record: object) -> Any:
-        """Return the value of a record, including nested ones."""
+        """Return the value of a record, including the values of its nested records."""
         if type(record) in _PLAIN:
             return record
         if id(record) not in self._made:
@@ -184,7 +187,7 @@ def _count_bytes(part: object) -> int:
 
 
 def _resolve_dtype(record: Global | Builder) -> object:
-    """Return the torch dtype that a global names, or raise for any other global."""
+    """Return the torch dtype that the pickled global *record* refers to, or raise for others."""
     source = record.source if isinstance(record, Builder) else record
     if source and source.module == "torch" and source.name in dtypes.BY_NAME:
         return getattr(torch, source.name)

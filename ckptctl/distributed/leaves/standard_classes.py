@@ -31,7 +31,7 @@ _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "Pure
 
 
 def build_decimal(record: Inert, _: NestedBuilder) -> object:
-    """Create a ``Decimal``."""
+    """Create a ``Decimal`` from its string."""
     (digits,) = get_arguments(record, 1)
     try:
         return Decimal(check_str(record, digits))
@@ -52,7 +52,7 @@ _MAX_FRACTION = 1 << 14_000  # about as many digits as Python turns into text
 
 
 def _unpack_arguments(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, ...]]:
-    """Return the packed bytes of a date or time, and its time zone if it has one."""
+    """Return the packed bytes of a date or time, and a tuple of its time zone or of nothing."""
     content, *rest = get_arguments(record, 1, 2)
     if type(content) is not bytes or len(content) != nbytes:
         raise malformed_record_error(record, f"it is not packed into {pluralize(nbytes, 'byte')}")
@@ -108,7 +108,7 @@ def build_time(record: Inert, make: NestedBuilder) -> object:
 
 
 def build_timedelta(record: Inert, _: NestedBuilder) -> object:
-    """Create a ``timedelta``."""
+    """Create a ``timedelta`` from its days, seconds and microseconds."""
     days, seconds, microseconds = (check_int(record, number) for number in get_arguments(record, 3))
     return datetime.timedelta(days, seconds, microseconds)
 
@@ -132,7 +132,7 @@ def build_uuid(record: Inert, _: NestedBuilder) -> object:
 
 
 def build_range(record: Inert, _: NestedBuilder) -> object:
-    """Create a ``range``."""
+    """Create a ``range`` from its start, stop and step."""
     return range(*(check_int(record, number) for number in get_arguments(record, 3)))
 
 
@@ -148,7 +148,7 @@ def build_deque(record: Inert, make: NestedBuilder) -> object:
 
 
 def build_counter(record: Inert, make: NestedBuilder) -> object:
-    """Create a ``Counter`` without running its ``update``."""
+    """Create a ``Counter`` from its counts, without calling ``Counter.update``."""
     (counts,) = get_arguments(record, 1)
     if type(counts) is not dict:
         raise malformed_record_error(record, "its argument is not a dict")

@@ -33,7 +33,7 @@ _DEVICE = re.compile(r"[a-z]{2,16}")
 
 
 class ZipStorages:
-    """Tensors and their storages in one zip archive."""
+    """Storages in one zip archive, and the tensors that are views of them."""
 
     def __init__(self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes]) -> None:
         self._records = records
@@ -67,7 +67,7 @@ class ZipStorages:
         return view.requires_grad_(stored.requires_grad)
 
     def _build_mirrored_view(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a lazily conjugated or negated view."""
+        """Return a view with the conjugate or negative bit set, like ``torch.conj`` does."""
         if stored.base is None:
             raise UnsupportedError(f"{stored.unsupported}")
         view = self.build_tensor(stored.base).detach()
@@ -89,7 +89,10 @@ class ZipStorages:
 
 
 def _compute_strides(stored: StoredTensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, with 1 for dimensions of size 1."""
+    """Return the strides of a tensor in elements, with stride 1 for dimensions of size 1.
+
+    Tensors with no recorded strides or with no elements get contiguous strides.
+    """
     if stored.strides is not None and 0 not in stored.shape:
         pairs = zip(stored.shape, stored.strides, strict=True)
         return tuple(stride if size > 1 else 1 for size, stride in pairs)
@@ -101,7 +104,7 @@ def _compute_strides(stored: StoredTensor) -> tuple[int, ...]:
 
 
 def build_device(record: Inert, _: NestedBuilder) -> object:
-    """Create a ``torch.device``."""
+    """Create a ``torch.device`` from its type and its optional index."""
     kind, *index = get_arguments(record, 1, 2)
     if not _DEVICE.fullmatch(check_str(record, kind)):
         raise malformed_record_error(record, "its kind is invalid")
@@ -121,7 +124,7 @@ def build_layout(record: Inert, _: NestedBuilder) -> object:
 
 
 def build_parameter(record: Inert, make: NestedBuilder) -> object:
-    """Create a parameter around a tensor, without hooks."""
+    """Create a ``torch.nn.Parameter`` from a tensor, ignoring any pickled hooks."""
     data, grad, *_hooks = get_arguments(record, 3)
     tensor = make(data)
     if not isinstance(tensor, torch.Tensor) or type(grad) is not bool:
@@ -132,7 +135,7 @@ def build_parameter(record: Inert, make: NestedBuilder) -> object:
 
 
 def reject_subclass(_: Inert, __: NestedBuilder) -> object:
-    """Reject tensor subclasses and tensors with extra attributes."""
+    """Raise an error, because the tensor is of a subclass or has extra attributes."""
     raise malformed_record_error("torch.Tensor", "it is a subclass, or has extra attributes")
 
 
