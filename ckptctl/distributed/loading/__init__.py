@@ -1,1 +1,1 @@
-"""Any checkpoint, loaded into a state dict whose tensors may be sharded over ranks."""
+"""Loading any checkpoint into a state dict whose tensors may be sharded across ranks."""

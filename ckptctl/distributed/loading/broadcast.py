@@ -1,4 +1,4 @@
-"""Broadcasts of boxes that several ranks need, each read by only one of them.
+"""Broadcasting of tensor boxes that several ranks need and only one of these ranks reads.
 
 Ranks with the same box of a tensor (data-parallel replicas, norms under tensor parallelism) form a
 group. One rank of the group, the reader, reads the box. Readers are chosen such that all ranks read
@@ -31,11 +31,14 @@ SAMPLE_BYTES = 1 << 20
 SAMPLE_COUNT = 4
 BUCKET_BYTES = 16 << 20
 BoxRequest = tuple[str, Box, int, str | None]
-"""Tensor name, box, size in bytes, and device type to send from, or None if it cannot be sent."""
+"""Tensor name, box, size of the box in bytes, and device type of the memory to send it from.
+
+The device type is None if the box cannot be sent to other ranks.
+"""
 
 
 class SharedRead(NamedTuple):
-    """Box that several ranks (*holders*) need, and that one of them (*reader*) reads."""
+    """Box that the ranks *holders* all need, and that only the rank *reader* reads."""
 
     holders: tuple[int, ...]
     reader: int
@@ -45,16 +48,16 @@ class SharedRead(NamedTuple):
 
 
 def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
-    """Return whether to read shared boxes once and broadcast them.
+    """Return whether only one rank should read each shared box and broadcast it.
 
-    This is faster if the ranks run on several machines, or if any of them reads less than 1 GiB/s.
-    Otherwise, the page cache achieves the same.
+    This is faster if the ranks run on several machines, or if any rank reads less than 1 GiB/s.
+    Otherwise, the page cache already avoids reading the same bytes from the disk several times.
     """
     return len(set(hosts)) > 1 or min(speeds) < SLOW_BYTES_PER_SECOND
 
 
 def measure_read_speed(catalog: Catalog) -> float:
-    """Measure the bytes per second of short reads from the largest file.
+    """Measure how many bytes per second short reads from the largest file achieve.
 
     The result is the fastest of several reads at distant offsets, because a busy host can slow down
     any of them. Small files count as infinitely fast, and URLs as 0, because each byte should be
@@ -99,7 +102,7 @@ def assign_readers(
 
 
 def get_transfer_devices(ranks: RankCollectives) -> dict[str, str]:
-    """Map the device types of tensors to the device types from which they are sent.
+    """Map the device type of a tensor to the device type of the memory to send it from.
 
     A tensor is sent from its own device type, or from ``cpu`` with gloo, which cannot send GPU
     tensors to single ranks.
@@ -114,7 +117,7 @@ def get_transfer_devices(ranks: RankCollectives) -> dict[str, str]:
 def select_shards_to_read(
     shards: Sequence[TensorShard], shared: Sequence[SharedRead], rank: int
 ) -> list[TensorShard]:
-    """Select the shards, and the boxes of shared ones, that *rank* reads itself."""
+    """Select the shards that only *rank* needs, and the shared boxes that *rank* reads."""
     shared_indices = {item.shard_index for item in shared}
     reads = [shard for index, shard in enumerate(shards) if index not in shared_indices]
     return reads + [
@@ -123,7 +126,11 @@ def select_shards_to_read(
 
 
 def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[SharedRead]]:
-    """Assign readers to shared boxes, and return the shared boxes of each rank."""
+    """Assign a reader to each box that several ranks request.
+
+    Returns:
+        For each rank, the shared boxes that it needs.
+    """
     holders: dict[tuple[str, Box, str], list[tuple[int, int]]] = {}
     load = [0] * len(requests)
     size: dict[tuple[str, Box, str], int] = {}
@@ -157,19 +164,19 @@ def _plan_shared_reads(requests: Sequence[Sequence[BoxRequest]]) -> list[list[Sh
 
 
 def _get_bucket_key(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
-    """Return a key that is equal for boxes that can be sent together."""
+    """Return a sort key that is equal for all boxes that one broadcast can contain."""
     return item.holders, item.reader, item.route
 
 
 def exchange_boxes(
     shards: Sequence[TensorShard], shared: Sequence[SharedRead], ranks: RankCollectives
 ) -> int:
-    """Send the boxes that this rank read for others, and receive those that others read.
+    """Send the boxes that this rank has read for other ranks, and receive its other boxes.
 
-    All ranks process the groups in the same order, which prevents deadlocks.
+    All ranks process the groups of ranks in the same order, which prevents deadlocks.
 
     Returns:
-        Bytes received.
+        Number of bytes received.
     """
     assert isinstance(ranks, TorchGroup)
     received = 0
@@ -194,8 +201,9 @@ def _broadcast_bytes(
 ) -> None:
     """Broadcast the bytes of *reader* to the other *holders* along a binomial tree.
 
-    No process groups are created for this, because torch names a group that only its members
-    create by their number of groups, so members with different numbers would wait forever.
+    No process groups are created for this. If only its members create a group, torch derives the
+    group name from the number of groups of each process. Members with different numbers of groups
+    would wait for each other forever.
     """
     if len(holders) == ranks.world:
         dist.broadcast(flat, group=ranks.group, group_src=reader)
@@ -211,7 +219,7 @@ def _broadcast_bytes(
 
 
 def _group_into_buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group small tensors into buckets, and split large ones into rows."""
+    """Group small tensors into buckets, and split tensors larger than a bucket into rows."""
     bucket: list[torch.Tensor] = []
     total = 0
     for part in parts:
@@ -243,7 +251,7 @@ def _broadcast_bucket(
     ranks: TorchGroup,
     route: str,
 ) -> int:
-    """Broadcast a bucket, and return the bytes received."""
+    """Broadcast the tensors of a bucket, and return the number of bytes received."""
     is_reader, first = reader == ranks.rank, bucket[0]
     nbytes = sum(part.nbytes for part in bucket)
     device = first.device if first.device.type == route else torch.device(route)

@@ -1,7 +1,7 @@
-"""Load of any checkpoint into a state dict that may be sharded (``ckptctl.load``).
+"""Loading any checkpoint into a state dict that may be sharded (``ckptctl.load``).
 
-If cached plans are reused, there are two exchanges: one before reading, in which the ranks agree on
-the load and on the plans, and one afterwards, in which they confirm that all are done.
+If the ranks reuse cached plans, they communicate twice. Before reading, they agree on the
+checkpoint and on the plans. After reading, they confirm that every rank has finished.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ckptctl.tree import TreePath
 
 
 class CollectiveLoad:
-    """Load of one checkpoint by all ranks."""
+    """Collective operation in which all ranks load one checkpoint."""
 
     _rank_load: RankLoad
 
@@ -126,7 +126,7 @@ class CollectiveLoad:
     def _describe_request(
         self, error: BaseException | None, fingerprint: Fingerprint | None
     ) -> RankRequest:
-        """Describe this rank's request for the other ranks, before planning."""
+        """Describe this rank's load for the other ranks, before any rank plans it."""
         host = socket.gethostname()
         if error is not None:
             statement = RankStatement("", problem=to_sendable_error(error))
@@ -150,7 +150,7 @@ class CollectiveLoad:
         )
 
     def _make_plan(self, rank_requests: Sequence[RankRequest]) -> CachedLoadPlan:
-        """Plan on each rank, and then choose which rank reads each box that several ranks need."""
+        """Plan the load on every rank, and choose a reader for each box that several ranks need."""
         rank_load, ranks = self._rank_load, self._ranks
         if self._options.rename is not None:
             require_same_renamed_keys(ranks, rank_load.catalog)
@@ -187,10 +187,10 @@ class CollectiveLoad:
         )
 
     def _read_and_exchange(self, plan: CachedLoadPlan) -> tuple[int, int, LoadedValues]:
-        """Read this rank's boxes, and exchange those that several ranks need.
+        """Read the boxes assigned to this rank, and exchange boxes that several ranks need.
 
         Returns:
-            Bytes read, bytes received, and non-tensor values.
+            Number of bytes read, number of bytes received, and the non-tensor values.
         """
         rank_load, ranks = self._rank_load, self._ranks
         shards_to_read, _ = rank_load.separate_tied_shards(plan.reading)

@@ -1,6 +1,7 @@
-"""One rank's part of a load: planning, reading and reporting, without collectives.
+"""Planning, reading and reporting of a load on one rank, without collectives.
 
-A plan does not depend on values, so it is cached for states with the same structure.
+A plan does not depend on the elements of tensors, so it is cached and reused for states with the
+same structure.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass(frozen=True, slots=True)
 class CachedLoadPlan:
-    """Complete plan of a rank's load, independent of values."""
+    """Load plan of one rank, which can be reused because it does not depend on any elements."""
 
     structure_digest: bytes  # digest of the requests and options of all ranks, for any checkpoint
     catalog: Catalog
@@ -80,17 +81,17 @@ class CachedLoadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory size in bytes."""
+        """Approximate memory size of the plan in bytes."""
         extents = sum(len(entry.extents) for entry in self.catalog.tensors.values())
         return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.catalog.tensors))
 
 
 LOAD_PLANS = PlanCache[CachedLoadPlan](nbytes=CACHE_BYTES)
-"""Load plans of this process."""
+"""Cache of the load plans that this process has made."""
 
 
 class RankLoad:
-    """Planning, reading and reporting of one rank's load.
+    """Load of one rank, with methods that plan, read and report it.
 
     Attributes:
         request: Request of the rank, with new tensors once they are allocated.
@@ -120,7 +121,7 @@ class RankLoad:
             self.catalog = self._rank_local_catalog or options.open_catalog(request.source)
 
     def make_plan(self, requested_by_all: RequestedLeaves) -> CachedLoadPlan:
-        """Plan the load as if every rank reads all its data itself."""
+        """Plan the load under the assumption that this rank reads all data that it needs."""
         catalog = self.catalog
         structure = compute_digest(
             (self.request.structure or os.urandom(16), requested_by_all.digest)
@@ -200,32 +201,32 @@ class RankLoad:
         return key_comparison, reading
 
     def allocate_new_tensors(self, mapping: StateMapping) -> None:
-        """Allocate the tensors that replace tensors of the state."""
+        """Allocate new tensors for tensors of the state that cannot be filled in place."""
         if self.request.new_tensor_devices:
             self.request = with_new_tensors(self.request, mapping, self._options)
 
     def build_targets(self, shards: Sequence[TensorShard]) -> dict[str, RequestedTensor]:
-        """Describe shards of the state as targets of a plan."""
+        """Describe *shards* of the state as tensors that a plan must read."""
         return build_requested_tensors(self.request.requested_leaves.tensors, shards)
 
     def separate_tied_shards(
         self, reading: PreparedRead
     ) -> tuple[list[TensorShard], list[TiedShard]]:
-        """Split the shards into those to read and tied ones to compare afterwards."""
+        """Split the shards into shards to read and tied shards to compare after the read."""
         request = self.request
         return split_tied(request.shards, request.first_indices, request.overlaps, reading.mapping)
 
     def read_tensors(
         self, plan: CachedLoadPlan, shards: Sequence[TensorShard]
     ) -> tuple[int, LoadedValues]:
-        """Read into *shards*, and return the bytes read for tensors and the non-tensor values."""
+        """Read *shards*, and return the number of tensor bytes read and the non-tensor values."""
         once = plan.shared_reads is not None
         read = execute_load_plan(build_memory_by_name(shards), plan.plan, self._options, once=once)
         self._require_in_range(read.lost)
         return read.bytes_read, self._values or self._read_values(plan.reading.mapping)
 
     def compare_tied(self, plan: CachedLoadPlan) -> int:
-        """Compare tied shards with the memory that they share, and return the bytes read."""
+        """Compare the data of tied shards with the filled memory, and return the bytes read."""
         if not plan.comparison_plan:
             return 0
         shards_to_read, tied = self.separate_tied_shards(plan.reading)
@@ -248,7 +249,7 @@ class RankLoad:
         )
 
     def apply_values(self, values: Mapping[str, object]) -> None:
-        """Store values and new tensors in the state, and load the state of objects."""
+        """Store *values* and new tensors in the state, and load the state of its objects."""
         request, state = self.request, self.request.state
         request.owners.apply_loaded(
             request.state_dict,
@@ -262,7 +263,7 @@ class RankLoad:
     def build_report(
         self, plan: CachedLoadPlan, values: LoadedValues, read: int, received: int
     ) -> LoadReport:
-        """Build the report of the load, and log values that were not loaded."""
+        """Build the report of the load, and log a warning for values that were not loaded."""
         mapping, state = plan.reading.mapping, self.request.state
         tensors = (name for name in state.tensors if name in mapping.tensors)
         report = build_load_report(

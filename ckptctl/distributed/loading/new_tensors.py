@@ -1,4 +1,4 @@
-"""Allocation of new tensors for those on the meta device, and for ``assign=True``.
+"""Allocation of tensors that replace meta tensors, or all tensors with ``assign=True``.
 
 New tensors are filled before they replace any tensor of the state, so a failed load replaces none.
 """
@@ -29,7 +29,7 @@ from ckptctl.save_load.loading.state_mapping import StateMapping
 def with_new_tensors(
     request: LoadRequest, mapping: StateMapping, options: LoadCallOptions
 ) -> LoadRequest:
-    """Return *request* with newly allocated tensors in place of the tensors to replace.
+    """Return a copy of *request* in which new tensors replace the tensors to be replaced.
 
     Tensors that share memory, or a storage on the meta device, are replaced by one shared tensor.
     Tensors that are missing from the checkpoint stay as they are.
@@ -62,14 +62,14 @@ def with_new_tensors(
 
 
 def find_missing_tied_names(state: FlatState, offered: Container[str]) -> set[str]:
-    """Find tensors of *state* that are not *offered* but share memory with *offered* ones."""
+    """Find tensors of *state* that are not in *offered* but share memory with one that is."""
     memory = {name: _get_memory_identity(tensor.leaf) for name, tensor in state.tensors.items()}
     filled = {place for name, place in memory.items() if name in offered}
     return {name for name, place in memory.items() if name not in offered and place in filled}
 
 
 def _find_dtypes(mapping: StateMapping) -> dict[str, str]:
-    """Map the names of the state's tensors to their dtypes in the checkpoint."""
+    """Map the names of tensors in the state to the dtypes of these tensors in the checkpoint."""
     entries = mapping.catalog.tensors
     return {
         name: entries[composed.sources[0].key].dtype for name, composed in mapping.tensors.items()
@@ -77,7 +77,7 @@ def _find_dtypes(mapping: StateMapping) -> dict[str, str]:
 
 
 def _get_memory_identity(leaf: torch.Tensor | ShardedTensor) -> object:
-    """Return an identity that is equal for tensors with the same memory."""
+    """Return a key that is equal for tensors with the same memory, dtype, shape and strides."""
     if isinstance(leaf, ShardedTensor):
         return id(leaf)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf

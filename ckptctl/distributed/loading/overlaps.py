@@ -1,4 +1,4 @@
-"""Search for tensors of a load that partly share memory."""
+"""Search for tensors to load whose memory partly overlaps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from ckptctl.distributed.state import TensorShard, count_spanned_elements
 
 MAX_SEARCH_STEPS = 10_000
-"""Maximum search steps, after which two tensors are assumed to overlap."""
+"""Maximum number of search steps, after which two tensors are assumed to overlap."""
 Term = tuple[int, int, int]
-"""Bytes of one step, and minimum and maximum number of steps."""
+"""Size of one step in bytes, and the minimum and the maximum number of such steps."""
 
 
 def find_overlaps(
     shards: Sequence[TensorShard], first_indices: Sequence[int], replaced_names: Container[str] = ()
 ) -> dict[int, int]:
-    """Map the index of each shard that overlaps another one to the index of such a shard.
+    """Map the index of each overlapping shard to the index of a shard that it overlaps.
 
     Args:
         shards: Shards to fill.
@@ -51,7 +51,9 @@ def find_overlaps(
 
 
 def may_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors on one device may overlap, or True at the search limit.
+    """Return whether two tensors on the same device may share bytes.
+
+    If the search exceeds :data:`MAX_SEARCH_STEPS`, the result is True.
 
     The tensors share a byte if ``sum(step * count) = distance`` has a solution with each count
     within its bounds.

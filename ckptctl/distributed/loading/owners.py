@@ -1,4 +1,4 @@
-"""Target of a load: a state dict with stateful objects, or a single object."""
+"""Targets of a load, which are state dicts with stateful objects or single objects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ckptctl.distributed.state import expand_stateful, is_stateful
 from ckptctl.distributed.values import replace_leaf
 
 LoadTarget = MutableMapping[str, Any] | Stateful
-"""State dict, or an object with one."""
+"""State dict to fill, or a stateful object such as a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOwners:
-    """Target of a load, with the objects in it whose ``load_state_dict`` is called."""
+    """Target of a load, and its stateful objects, whose ``load_state_dict`` is called."""
 
     target: LoadTarget
     objects: Mapping[str, Stateful]  # by key, which is empty for the target itself
@@ -35,11 +35,11 @@ class StateOwners:
 
     @property
     def is_single_object(self) -> bool:
-        """Whether the target is a single object."""
+        """Whether the target is a single stateful object instead of a state dict."""
         return "" in self.objects and self.objects[""] is self.target
 
     def build_state_dict(self) -> dict[str, Any]:
-        """Return the state dict with objects replaced by their state dicts."""
+        """Return the target's state dict, in which state dicts replace stateful objects."""
         return (
             dict(self.objects[""].state_dict())
             if self.is_single_object
@@ -51,7 +51,7 @@ class StateOwners:
         return cast("MutableMapping[str, Any]", self.target)
 
     def find_owner(self, path: Keys) -> Stateful | None:
-        """Return the stateful object with the leaf at *path*, or None if the leaf is not in one."""
+        """Return the stateful object that contains the leaf at *path*, or None if none does."""
         return self.objects.get("" if self.is_single_object else str(path[0]))
 
     def apply_loaded(
@@ -60,7 +60,7 @@ class StateOwners:
         values: Mapping[Keys, object],
         new_tensors: Mapping[Keys, torch.Tensor],
     ) -> None:
-        """Replace leaves in the state dict, and load the state of objects.
+        """Replace leaves in the state dict, and call ``load_state_dict`` of stateful objects.
 
         Args:
             state_dict: State dict whose tensors are filled.

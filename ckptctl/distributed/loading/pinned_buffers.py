@@ -25,7 +25,7 @@ MAX_PINNED_SET_BYTES = 8 << 20
 
 @contextmanager
 def create_pinned_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
-    """Yield a factory of buffers for threads that fill *tensors*, and wait for all copies at exit.
+    """Yield a factory of buffers for threads that fill *tensors*, and finally await all copies.
 
     The devices are synchronized first, because their streams may still write to the tensors.
     """
@@ -45,7 +45,10 @@ def create_pinned_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[
 
 
 class PinnedBuffers(TileBuffers):
-    """Buffers of one thread, which sets *streams* as its current streams at first use."""
+    """Pinned buffers of one thread.
+
+    At its first use of the buffers, the thread makes *streams* its current CUDA streams.
+    """
 
     step = MAX_PINNED_SET_BYTES
 
@@ -57,7 +60,10 @@ class PinnedBuffers(TileBuffers):
         self._tile_buffers = self._pageable
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name*, and first switch to the other buffer set if it is a tile."""
+        """Return the buffer *name* with at least *nbytes*.
+
+        A request for the tile buffer first switches to the other set of buffers.
+        """
         if not self._buffer_sets:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
@@ -77,7 +83,7 @@ class PinnedBuffers(TileBuffers):
         return self._tile_buffers.list_run_views(pattern, buffer)
 
     def _switch_buffer_set(self) -> TileBuffers:
-        """Return the least recently used buffer set, once copies from it are done."""
+        """Wait for the copies from the least recently used buffer set, and return that set."""
         for event, stream in zip(self._buffer_sets[0].copied, self._streams, strict=True):
             event.record(stream)
         self._buffer_sets.rotate()
@@ -88,20 +94,26 @@ class PinnedBuffers(TileBuffers):
 
 
 class _PinnedBufferSet(TileBuffers):
-    """Pinned buffers of one tile, and one event per device for the copies from them."""
+    """Pinned buffers for one tile, and one CUDA event per device for copies from the buffers."""
 
     def __init__(self, devices: int) -> None:
         super().__init__()
         self.copied = [torch.cuda.Event() for _ in range(devices)]  # type: ignore[no-untyped-call]
 
     def get_buffer(self, name: str, nbytes: int) -> memoryview:
-        """Return a buffer of at least *nbytes*. If the tile buffer must grow, drop all first."""
+        """Return a buffer of at least *nbytes*.
+
+        If the tile buffer is too small, all buffers of the set are dropped first.
+        """
         if name == TILE_BUFFER and len(self._buffers.get(TILE_BUFFER, b"")) < nbytes:
             self._buffers.clear()
         return super().get_buffer(name, nbytes)
 
     def _allocate_pages(self, nbytes: int) -> memoryview:
-        """Allocate pinned memory in one of torch's sizes, or pageable memory above the limit."""
+        """Allocate *nbytes* of pinned memory, rounded up to a size that torch caches.
+
+        If the set would exceed :data:`MAX_PINNED_SET_BYTES`, pageable memory is allocated.
+        """
         size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
         if self.nbytes + size > MAX_PINNED_SET_BYTES:
             return super()._allocate_pages(nbytes)

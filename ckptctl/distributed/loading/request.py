@@ -1,4 +1,4 @@
-"""The request of one rank to load, and the agreement of all ranks on theirs."""
+"""Load requests of ranks, and the checks that all ranks request the same load."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from ckptctl.save_load.saving.local_shards import TensorMeta, compute_digest
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
-"""Version of the data from which the cache key of a plan is computed."""
+"""Version number of the data from which cache keys of plans are computed."""
 NON_SOURCE_OPTIONS = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
-"""Options of a load that do not affect how the checkpoint is interpreted."""
+"""Names of load options that do not affect how the checkpoint is interpreted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedLeaves:
-    """Tensors and values that ranks require of a checkpoint."""
+    """Tensors and non-tensor values that a rank, or all ranks, require from a checkpoint."""
 
     tensors: Mapping[str, TensorMeta]
     values: Mapping[str, Keys]
 
     @property
     def digest(self) -> bytes:
-        """Digest of all names, dtypes, shapes and paths."""
+        """Digest of the names, dtypes, shapes and paths of all required tensors and values."""
         leaves = [(name, meta.dtype, meta.shape, meta.path) for name, meta in self.tensors.items()]
         return compute_digest((leaves, list(self.values.items())))
 
 
 def merge_requested_leaves(local: RequestedLeaves, ranks: RankCollectives) -> RequestedLeaves:
-    """Merge the required leaves of all ranks.
+    """Merge the tensors and values that each rank requires.
 
     Raises:
         MappingError: Ranks disagree on a dtype or a shape.
@@ -75,7 +75,7 @@ def merge_requested_leaves(local: RequestedLeaves, ranks: RankCollectives) -> Re
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Load request of one rank."""
+    """State and source of one rank's load, prepared for planning."""
 
     source: TreePath
     owners: StateOwners
@@ -95,7 +95,7 @@ class LoadRequest:
 
 
 class RankRequest(NamedTuple):
-    """Request as sent to the other ranks."""
+    """Description of a rank's load request that is sent to the other ranks."""
 
     statement: RankStatement
     host: str
@@ -108,7 +108,7 @@ class RankRequest(NamedTuple):
 def build_request(
     target: LoadTarget, path: str | TreePath, options: LoadCallOptions, context: object
 ) -> LoadRequest:
-    """Build the request of this rank."""
+    """Build this rank's request to load the checkpoint at *path* into *target*."""
     owners = StateOwners.from_target(target)
     expanded = owners.build_state_dict()
     state = flatten_state(expanded, on_meta=True)
@@ -152,7 +152,7 @@ def build_request(
 def _find_new_tensors(
     owners: StateOwners, state: FlatState, options: LoadCallOptions
 ) -> dict[str, torch.device]:
-    """Map the names of tensors to replace to the devices of the new tensors."""
+    """Find the tensors to replace, and map their names to the devices of the new tensors."""
     leaves = {name: tensor.leaf for name, tensor in state.tensors.items()}
     meshes = {leaf.device_mesh.device_type for leaf in leaves.values() if isinstance(leaf, DTensor)}
     default_device = meshes.pop() if len(meshes) == 1 else "cpu"
@@ -181,7 +181,7 @@ def agree_on_load(
     own_request: RankRequest,
     error: BaseException | None,
 ) -> list[RankRequest]:
-    """Exchange requests, and raise on all ranks if any failed or they disagree.
+    """Exchange load requests, and raise on all ranks if one failed or the requests differ.
 
     Args:
         ranks: Ranks of the load.
@@ -205,7 +205,7 @@ def agree_on_load(
 
 
 def require_same_renamed_keys(ranks: RankCollectives, catalog: Catalog) -> None:
-    """Raise if ranks rename the keys of the checkpoint differently."""
+    """Raise if ``rename`` produces different keys of the checkpoint on different ranks."""
     digests = ranks.all_gather(compute_digest([*catalog.tensors, *catalog.blobs]))
     differing_rank = next(
         (rank for rank, names_digest in enumerate(digests) if names_digest != digests[0]), None
@@ -222,7 +222,11 @@ def require_same_renamed_keys(ranks: RankCollectives, catalog: Catalog) -> None:
 def open_rank_local_part(
     path: TreePath, rank: int, state: FlatState, options: LoadOptions
 ) -> Catalog | None:
-    """Read the part that *rank* saved at *path*, or return None if *state* needs other data."""
+    """Read the catalog of the data that *rank* saved at *path*.
+
+    Return None if *path* is no rank-local save, if *state* needs data of other ranks, or if an
+    option changes how the checkpoint is interpreted.
+    """
     source_options = (
         field for field in fields(LoadOptions) if field.name not in NON_SOURCE_OPTIONS
     )

@@ -31,7 +31,7 @@ def check_strict(value: Strict) -> Strict:
 
 
 def check_device(value: torch.device | str) -> torch.device:
-    """Convert *value* to a device, or raise if tensors cannot be loaded there."""
+    """Convert *value* to a device, or raise if tensors cannot be loaded to that device."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:

@@ -1,7 +1,8 @@
-"""Memory of the tensors that a load fills, including tied and overlapping ones.
+"""Memory of the tensors that a load fills, including tied and overlapping tensors.
 
-Memory with several names is filled once. The data of the other names must be equal, and is compared
-with the filled memory by a second plan.
+Memory that several tensors share is filled once, for the first of these tensors. A second plan
+reads the data of the other tensors and compares it with the filled memory, because it must be
+equal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MIN_RUN_BYTES = 4096
 
 
 def build_memory_by_name(shards: Iterable[TensorShard]) -> dict[str, Memory]:
-    """Map the names that a plan uses for the memory of *shards* to that memory."""
+    """Map the name that a plan uses for the memory of each shard to that memory."""
     return {
         build_memory_name(str(number)): get_target_memory(shard.tensor)
         for number, shard in enumerate(shards)
@@ -47,7 +48,7 @@ def build_memory_by_name(shards: Iterable[TensorShard]) -> dict[str, Memory]:
 def build_requested_tensors(
     tensors: Mapping[str, TensorMeta], shards: Iterable[TensorShard]
 ) -> dict[str, RequestedTensor]:
-    """Describe *tensors* as targets of a plan, with the memory of their *shards*."""
+    """Describe *tensors* as tensors that a plan must read into the memory of *shards*."""
     targets: dict[str, list[MemoryBox]] = {name: [] for name in tensors}
     for number, shard in enumerate(shards):
         targets[shard.name].append(
@@ -68,10 +69,10 @@ def execute_load_plan(
         views: Memory by its names in the plan.
         plan: Plan to execute.
         options: Options of the load.
-        once: Whether no other rank reads the same bytes. Always true for a single process.
+        once: Whether no other rank reads the same bytes. In a single process, this is always true.
 
     Returns:
-        The statistics, including elements that were out of range of their dtype.
+        The statistics, including elements that are out of the range of the target dtype.
     """
     execution_options = ExecutionOptions(
         jobs=choose_thread_count(options.jobs),
@@ -93,7 +94,7 @@ def _copy_elements(place: torch.Tensor, elements: torch.Tensor) -> None:
 
 
 class TensorSink(ByteSink):
-    """Byte sink that writes row-major elements to a tensor of any strides and device."""
+    """Byte sink that writes row-major elements to a tensor with any strides on any device."""
 
     checksummed = False
 
@@ -110,7 +111,7 @@ class TensorSink(ByteSink):
         self._bytes = view_as_bytes(tensor) if is_direct else None
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write bytes of the row-major elements at *offset*."""
+        """Write *view*, row-major elements that start at byte *offset*, to the tensor."""
         tensor = self.tensor
         with torch.inference_mode() if self._inference else nullcontext():
             if self._bytes is not None:
@@ -124,7 +125,10 @@ class TensorSink(ByteSink):
 
 
 def is_read_in_place(tensor: torch.Tensor) -> bool:
-    """Return whether files are read into *tensor* itself: on the CPU, with long contiguous runs."""
+    """Return whether the memory of *tensor* can be read into directly.
+
+    This is the case if the tensor is on the CPU and consists of long contiguous runs.
+    """
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
     run = tensor.element_size()
@@ -137,7 +141,10 @@ def is_read_in_place(tensor: torch.Tensor) -> bool:
 
 
 def get_load_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of *tensor* in elements, as used in a load plan."""
+    """Return the strides in elements that a load plan must use for *tensor*.
+
+    They are contiguous strides if files are not read into the memory of *tensor* directly.
+    """
     return (
         tuple(tensor.stride())
         if is_read_in_place(tensor)
@@ -161,7 +168,7 @@ def get_target_memory(tensor: torch.Tensor) -> Memory:
 
 
 class TiedShard(NamedTuple):
-    """Shard whose memory is filled, at least in part, by reading another shard."""
+    """Shard whose memory is filled, at least partly, when another shard is read."""
 
     shard: TensorShard
     filled_index: int
@@ -170,7 +177,7 @@ class TiedShard(NamedTuple):
 def find_first_with_same_memory(
     shards: Sequence[TensorShard], replaced_names: Container[str] = ()
 ) -> list[int]:
-    """Return the index of the first shard with the same memory, for each shard.
+    """Return, for each shard, the index of the first shard with the same memory.
 
     Args:
         shards: Shards to fill.
@@ -201,7 +208,7 @@ def split_tied(
     overlaps: Mapping[int, int],
     mapping: StateMapping,
 ) -> tuple[list[TensorShard], list[TiedShard]]:
-    """Split the shards into those to read, one per piece of memory, and tied ones to compare."""
+    """Split *shards* into shards to read, one per memory range, and tied shards to compare."""
     offered = mapping.tensors
     if len(set(first_indices)) == len(shards) and not overlaps:
         return [shard for shard in shards if shard.name in offered], []
@@ -235,7 +242,7 @@ def split_tied(
 def build_comparison_targets(
     tied: Sequence[TiedShard], wanted: dict[str, RequestedTensor]
 ) -> dict[str, RequestedTensor]:
-    """Describe the shards that are read again and compared."""
+    """Describe tied shards as tensors that a plan must read and compare."""
     targets: dict[str, list[MemoryBox]] = {}
     for number, (place, _) in enumerate(tied):
         steps = compute_row_major_strides(tuple(place.tensor.shape))
@@ -249,7 +256,7 @@ def build_comparison_targets(
 def build_comparison_sinks(
     tied: Sequence[TiedShard], fill: Sequence[TensorShard], where: str
 ) -> dict[str, Memory]:
-    """Map the names of compared shards to sinks that raise if the data differs."""
+    """Map the names of tied shards to sinks that raise if data differs from filled memory."""
 
     def build_check(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
         def check_elements(place: torch.Tensor, elements: torch.Tensor) -> None:

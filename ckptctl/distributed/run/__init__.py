@@ -1,1 +1,1 @@
-"""Checkpoint manager of a training run."""
+"""Checkpoint manager of a training run, with its local saves, schedule and preemption."""

@@ -1,8 +1,9 @@
 """Fallback to an older checkpoint if the newest one proves damaged during the load.
 
 A checkpoint with all files can still contain wrong bytes. Evidence of damage on any rank is a wrong
-checksum, a truncated file, or zeros in place of data; all ranks then load the next checkpoint.
-Unsupported formats, mismatches with the state and read errors are no evidence, and are raised.
+checksum, a truncated file, or zeros in place of data. All ranks then load the next older
+checkpoint. Unsupported formats, mismatches with the state and read errors are not evidence of
+damage, and are raised.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _log = logging.getLogger("ckptctl")
 
 
 class LoadAttempt(NamedTuple):
-    """Outcome of a load on all ranks, with this rank's report or the errors of failed ranks."""
+    """Outcome of a collective load, with either this rank's report or the errors by rank."""
 
     report: LoadReport | None
     failures: Mapping[int, CkptError]
@@ -39,10 +40,12 @@ class LoadAttempt(NamedTuple):
 def attempt_load(
     ranks: RankCollectives, load: Callable[[], LoadReport], skippable_codes: Collection[str]
 ) -> LoadAttempt:
-    """Load on all ranks, and return errors with *skippable_codes* codes to all of them.
+    """Call *load* on all ranks, and return the outcome of all ranks.
+
+    Errors whose code is in *skippable_codes* are returned, not raised.
 
     Raises:
-        CkptError: A rank has another error. It is raised on every rank.
+        CkptError: A rank failed with another code. The error is raised on every rank.
     """
     report: LoadReport | None = None
     error: BaseException | None = None

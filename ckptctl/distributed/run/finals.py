@@ -42,9 +42,12 @@ RECORD_FILE = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
 CHECKSUM_FILES = (MANIFEST, SUMS_FILE, OBJECTS_NAME)
 TAIL_BYTES = 1 << 20
-"""Bytes to hash at the end of a single file, where files of torch list record checksums."""
+"""Number of bytes at the end of a single file that are hashed.
+
+Files of ``torch.save`` store the checksums of their records at the end.
+"""
 BLOCK_BYTES = 1 << 20
-"""Bytes that are compared at a time."""
+"""Number of bytes that are compared at a time."""
 _log = logging.getLogger("ckptctl")
 
 
@@ -64,7 +67,10 @@ class Finished:
 
 
 class FinalModels:
-    """Record of a run's trained models, whose errors never fail a save."""
+    """Record of the trained models that a run has published.
+
+    Errors while writing the record are logged and never fail a save.
+    """
 
     def __init__(self, root: TreePath, *, sync: bool) -> None:
         self._root = root
@@ -104,7 +110,7 @@ class FinalModels:
             _log.error("`%s` of %s was not written: %s", RECORD_FILE, self._root, error)
 
     def _read_record(self) -> dict[str, Mapping[str, Any]]:
-        """Return the record by model path, or an empty one if it cannot be read."""
+        """Return the record as a mapping from model paths, or an empty one if it is unreadable."""
         try:
             open_run_store(self._root).refresh_listing()
             if not (self._root / RECORD_FILE).is_file():
@@ -131,7 +137,7 @@ def require_same_model(
 ) -> TreePath:
     """Verify that *state*, saved with *options*, equals the model at *out*. All ranks call it.
 
-    *state* is saved next to the model, the copy is compared byte by byte, and removed.
+    A copy of *state* is saved next to the model, compared with the model byte by byte, and removed.
 
     Raises:
         RefusedError: The models differ.
@@ -183,7 +189,10 @@ def _compare_models(new: TreePath, old: TreePath) -> None:
 
 
 def _is_same_file(new: TreePath, old: TreePath) -> bool:
-    """Compare two files, except lists of checksums, which can differ for equal models."""
+    """Return whether two files have the same contents.
+
+    Files that list checksums count as equal, because they can differ for equal models.
+    """
     if new.name in CHECKSUM_FILES:
         return True
     if not new.is_file() or not old.is_file() or new.stat().st_size != old.stat().st_size:

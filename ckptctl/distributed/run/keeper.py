@@ -1,4 +1,8 @@
-"""Management of a run's folder by rank 0: newest checkpoint, branches, hooks and removals."""
+"""Management of a run folder by rank 0.
+
+Rank 0 finds the newest checkpoint, records from which checkpoint training resumed, calls hooks and
+removes old checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ STEP_SERIES = "step-"
 STALE_SECONDS = 60.0
 """Seconds without writes after which leftovers of a killed save are removed."""
 DestinationStatus = Literal["free", "saved", "damaged"]
-"""Status of a save's destination: free, already saved, or damaged and replaceable."""
+"""Whether a save's destination is free, already saved, or damaged and thus replaceable."""
 
 _log = logging.getLogger("ckptctl")
 
@@ -62,7 +66,7 @@ class ResumePoint(NamedTuple):
 
 
 class RunCheckpoints:
-    """Checkpoints ``step-N`` of a run, whose management never fails a save."""
+    """Checkpoints ``step-N`` of a run, as managed by rank 0."""
 
     def __init__(
         self,
@@ -93,7 +97,8 @@ class RunCheckpoints:
     ) -> ResumePoint | None:
         """Find the newest complete checkpoint, or None if the run has no checkpoint.
 
-        If *log_warnings* is set, skipped checkpoints and doubts are logged.
+        If *log_warnings* is set, newer checkpoints that are skipped are logged, and so is any doubt
+        that the chosen checkpoint is the newest one.
 
         Raises:
             SourceNotFoundError: Checkpoints exist, but none of them is complete.
@@ -128,7 +133,7 @@ class RunCheckpoints:
         )
 
     def mark_damaged(self, resume_point: ResumePoint, evidence: CkptError) -> None:
-        """Record that a checkpoint is damaged, although no file is missing."""
+        """Record that a checkpoint proved damaged during a load, although no file is missing."""
         self._damaged[resume_point.entry.name] = _format_error(evidence)
 
     def find_step(self, step: int) -> ResumePoint | None:
@@ -159,16 +164,16 @@ class RunCheckpoints:
         return ResumePoint(chosen.path, _choose_load_path(chosen), step, matches[0].time)
 
     def has_step(self, step: int) -> bool:
-        """Return whether a checkpoint ``step-N`` exists, complete or not."""
+        """Return whether a complete or incomplete checkpoint ``step-N`` of *step* exists."""
         self.refresh()
         return (self.root / f"{STEP_SERIES}{step}").is_dir()
 
     def refresh(self) -> None:
-        """Drop cached listings, so that current files are seen."""
+        """Discard cached listings of the run folder, so that the next one shows current files."""
         self._store.refresh_listing()
 
     def _list_entries(self) -> list[RunEntry]:
-        """List the current entries, or none before the first save."""
+        """List the current entries of the run folder, which are none before the first save."""
         self.refresh()
         return list_entries(self.root) if is_run(self.root) else []
 
@@ -218,7 +223,7 @@ class RunCheckpoints:
         saver: AsyncSaver | None,
         options: Mapping[str, Any],
     ) -> SaveFuture:
-        """Save to *path*, in the background with a *saver*. All ranks call it.
+        """Save *state* to *path* on all ranks, in the background if *saver* is not None.
 
         Rank 0 makes room before the save, and removes old checkpoints after it is published.
         """
@@ -344,12 +349,12 @@ class RunCheckpoints:
     def build_sidecar_files(
         self, metric_values: Mapping[str, float], extra_members: Mapping[str, object] | None = None
     ) -> Mapping[str, bytes]:
-        """Return the record of the checkpoint to publish as a sidecar file."""
+        """Return the run record of the next checkpoint, by the name of its sidecar file."""
         self._lineage = (self._lineage or Lineage(self._find_newest_save())).next_save()
         return {RUN_FILE: encode_run_record(metric_values, self._lineage, extra_members)}
 
     def handle_published(self, path: TreePath) -> None:
-        """Call the hooks for a new checkpoint, and start to remove old ones."""
+        """Call the hooks for a new checkpoint, and start to remove old checkpoints."""
         self._saved_name = path.name
         self._damaged.pop(path.name, None)
         self.call_hooks(path)
@@ -357,7 +362,7 @@ class RunCheckpoints:
             self._remove_in_background()
 
     def add_metrics(self, path: TreePath, added_metrics: Mapping[str, float]) -> None:
-        """Add metrics to the record of a checkpoint."""
+        """Add metrics to the run record of the checkpoint at *path*, next to existing metrics."""
         if added_metrics:
             self.refresh()
             self._write_record(
@@ -367,7 +372,7 @@ class RunCheckpoints:
     def _write_record(
         self, path: TreePath, metric_values: Mapping[str, float], lineage: Lineage
     ) -> None:
-        """Replace the record of a checkpoint, unless the existing one cannot be read."""
+        """Replace the run record of a checkpoint, unless its existing record cannot be read."""
         existing = read_run_record(path)
         try:
             if existing.error:
@@ -378,7 +383,7 @@ class RunCheckpoints:
             _log.error("`%s` of %s was not written: %s", RUN_FILE, path, error)
 
     def call_hooks(self, path: TreePath) -> None:
-        """Call every hook with *path*, and log their errors."""
+        """Call every hook with *path*, and log errors that hooks raise."""
         for hook in self._hooks:
             try:
                 hook(path)
@@ -386,7 +391,10 @@ class RunCheckpoints:
                 _log.exception("a hook failed for %s", path)
 
     def record_final(self, out: TreePath, model: Finished | None) -> None:
-        """Record a trained model, call its hooks, and remove checkpoints that it replaces."""
+        """Record the trained model at *out*, call the hooks, and remove replaced checkpoints.
+
+        *model* is the existing record of the model, or None if the model was just published.
+        """
         if model is None:
             step_name = parse_name(self._saved_name or self._resumed_name)
             model = Finished(out, step_name.order[0] if step_name else None)
@@ -403,12 +411,16 @@ class RunCheckpoints:
         self._remove_unkept(replaced=True)
 
     def wait(self) -> None:
-        """Wait for removals."""
+        """Wait until the removal of old checkpoints has finished."""
         if self._removal is not None:
             self._removal.join()
 
     def _remove_in_background(self) -> None:
-        """Start to remove in a non-daemon thread, because executors end before the last save."""
+        """Start to remove old checkpoints in a non-daemon thread.
+
+        An executor would already be shut down at interpreter exit, when the last save may still be
+        running.
+        """
         earlier = self._removal
 
         def remove_unkept() -> None:
@@ -447,7 +459,7 @@ class RunCheckpoints:
         self._log_removals(result)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, and log those that stay."""
+        """Remove checkpoints of steps later than *step*, and log which of them are not removed."""
         plan = plan_discard(resolve_links(self.root), STEP_SERIES, step)
         for decision in plan.list_decisions("skip"):
             if decision.checkpoint.step > step:
@@ -456,7 +468,7 @@ class RunCheckpoints:
         self._log_removals(run_prune(plan))
 
     def list_later(self, step: int) -> list[str]:
-        """List the names of checkpoints of later steps."""
+        """List the names of checkpoints of steps later than *step*."""
         step_entries = (
             entry for entry in self._list_entries() if entry.parsed_name.series == STEP_SERIES
         )
@@ -467,7 +479,7 @@ class RunCheckpoints:
         ]
 
     def _find_newest_save(self) -> int:
-        """Return the number of the run's newest known save."""
+        """Return the highest save number that the run's records contain."""
         newest_known = self._lineage.save if self._lineage else 0
         paths = (
             candidate.path

@@ -26,7 +26,7 @@ from ckptctl.storage.two_phase_delete import lock_for_deletion
 from ckptctl.tree import TreePath
 
 IDENTITY_FILE = ".ckptctl-local.json"
-"""File in the folder of a run that saves to local disks first."""
+"""Name of the file in a run folder that identifies the run in local folders."""
 SCHEMA = "ckptctl.local/1"
 LOCK_PURPOSE = "saving here"
 _START = re.compile(r"([0-9a-f]{16})-(\d{6,18})-[0-9a-f]{8}", re.ASCII)
@@ -34,7 +34,7 @@ _STEP = re.compile(rf"{STEP_SERIES}(\d{{1,18}})", re.ASCII)
 
 
 class LocalSave(NamedTuple):
-    """Save on local disks. Instances sort by time of the save."""
+    """Save of one step on local disks. Instances sort from the oldest to the newest save."""
 
     launch_number: int  # number of the launch
     step: int
@@ -42,7 +42,7 @@ class LocalSave(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Path relative to the local folder."""
+        """Path of the save relative to the local folder."""
         return f"{self.launch_name}/{STEP_SERIES}{self.step}"
 
 
@@ -52,7 +52,10 @@ def build_launch_name(run: str, number: int) -> str:
 
 
 def parse_launch_number(launch: object, run: str) -> int:
-    """Parse the number of a launch from its folder name, or return 0 for another run."""
+    """Parse the number of a launch from its folder name.
+
+    Return 0 if the folder belongs to another run than *run*.
+    """
     parsed = _START.fullmatch(launch) if isinstance(launch, str) else None
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
@@ -112,17 +115,20 @@ class LocalFolder:
         return sorted(self._iterate_saves(run), reverse=True)
 
     def find_highest_launch(self, run: str) -> int:
-        """Return the highest number of a launch with files here, or 0."""
+        """Return the highest launch number of *run* in this folder, or 0 if it has no launch."""
         return max((parse_launch_number(name, run) for name in _list_names(self.path)), default=0)
 
     def list_launches_of_other_runs(self, run: str) -> list[str]:
-        """List the folder names of launches of other runs."""
+        """List the folder names of launches that do not belong to *run*."""
         return [
             name for name in _list_names(self.path) if _START.fullmatch(name) and name[:16] != run
         ]
 
     def begin_launch(self, launch: str) -> None:
-        """Create the folder of a new launch, and try to become the rank that removes old saves."""
+        """Create the folder of a new launch, and try to lock it.
+
+        On each machine, the rank that gets the lock removes old saves.
+        """
         self.close()
         folder = self.path / launch
         with wrap_os_errors("make", folder):

@@ -1,9 +1,10 @@
-"""Choice of the save from which a run with local disks resumes.
+"""Choice of the save from which a run that saves to local disks resumes.
 
-The ranks exchange which parts (files of one rank) of each save they can read, and make the same
-decision. A save can be loaded if every rank has its own part, if the run folder has a copy for
-ranks without their part, or if every rank can read the parts of all. Other saves that are newer
-than the newest checkpoint in the run folder are skipped with a message.
+The part of a rank consists of the files that this rank saved. The ranks exchange which parts of
+each save they can read, and all make the same decision. A save can be loaded if every rank can read
+its own part, if the run folder has a copy for ranks that cannot, or if every rank can read the
+parts of all ranks. Other saves that are newer than the newest checkpoint in the run folder are
+skipped with a message.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 COPY_OF_KEY = "local"
-"""Key in ``ckptctl.run.json`` of the folder name of the launch whose local save was copied."""
+"""Key in ``ckptctl.run.json`` of a checkpoint that was copied from a local save.
+
+Its value is the folder name of the launch that wrote the local save.
+"""
 UNREADABLE_CODES = tuple(
     kind.code
     for kind in (
@@ -60,7 +64,7 @@ UNREADABLE_CODES = tuple(
         *(ChangedError, StorageError, UnsafePickleError, UnsupportedError),
     )
 )
-"""Codes of errors in a local part after which a copy or another save is loaded.
+"""Codes of errors in a rank's local files, after which a copy or another save is loaded.
 
 If the state does not match, loading the copy or the other save raises the same error.
 """
@@ -69,7 +73,7 @@ _log = logging.getLogger("ckptctl")
 
 
 class RankAvailability(NamedTuple):
-    """Parts (files of one rank each) of a save that one rank can read."""
+    """Information on which ranks' files of a save one rank can read."""
 
     problem: str = ""  # why this rank cannot resume from its own part, or empty
     visible_ranks: frozenset[int] = frozenset()  # ranks whose parts this rank sees
@@ -78,7 +82,7 @@ class RankAvailability(NamedTuple):
 
 
 class RootCheckpoint(NamedTuple):
-    """Checkpoint in the run folder to resume from, as seen by rank 0."""
+    """Run ID, and the checkpoint in the run folder from which rank 0 would resume."""
 
     run: str
     resume_point: ResumePoint | None
@@ -86,7 +90,10 @@ class RootCheckpoint(NamedTuple):
 
 
 class LocalLoadResult(NamedTuple):
-    """Result of a local load, with the loaded save, if any, and the skipped ones."""
+    """Result of a load from local disks.
+
+    It contains the names of skipped saves with reasons, and the loaded save or None.
+    """
 
     skipped: Mapping[str, str]
     save: LocalSave | None = None
@@ -95,14 +102,14 @@ class LocalLoadResult(NamedTuple):
 
 
 class RequestedState(NamedTuple):
-    """State that a rank loads, and its options."""
+    """State that a rank loads, and the options of the load."""
 
     state: FlatState
     options: LoadOptions
 
 
 class LocalCandidate(NamedTuple):
-    """Local save that may be loaded."""
+    """Local save that is new enough to be loaded, and whether it can be loaded."""
 
     save: LocalSave
     source: LoadSource | None  # source for this rank, or None on all ranks if it cannot be loaded
@@ -111,14 +118,17 @@ class LocalCandidate(NamedTuple):
 
 
 class LoadSource(NamedTuple):
-    """Path that one rank loads, and whether it loads without the other ranks."""
+    """Path that one rank loads, and whether the rank loads it without collectives."""
 
     path: TreePath
     is_rank_local: bool
 
 
 def inspect_root(keeper: RunCheckpoints, step: int | None) -> RootCheckpoint:
-    """Find the checkpoint of *step*, or the newest one, in the run folder, on rank 0."""
+    """Find the checkpoint of *step* in the run folder, or the newest one if *step* is None.
+
+    Only rank 0 calls this function.
+    """
     run = read_run_id(keeper.root)
     try:
         start = keeper.find_newest(log_warnings=False) if step is None else keeper.find_step(step)
@@ -150,7 +160,7 @@ def load_from_local_disks(
         keeper: Checkpoints in the run folder.
         state: State to fill in place.
         options: Options of :func:`ckptctl.load`.
-        step: Step to load, or None for the newest.
+        step: Step to load, or None for the newest step.
         damaged_ok: Whether to skip a save that proves damaged during the load on any rank. The
             next one must then fill all of *state*, so this only applies with *strict*.
 
@@ -209,7 +219,7 @@ def _list_candidates(
     options: Mapping[str, Any] = {},
     step: int | None = None,
 ) -> list[LocalCandidate]:
-    """List local saves that are not older than the run folder's checkpoint, newest first."""
+    """List local saves that are at least as new as the run folder's checkpoint, newest first."""
     if not root.run:
         return []
 
@@ -264,7 +274,7 @@ def _list_candidates(
 def _inspect_rank_parts(
     path: TreePath, rank: int, world: int, wanted: RequestedState | None
 ) -> RankAvailability:
-    """Inspect this rank's part of a save, and the other ranks' parts in the same folder."""
+    """Find out which ranks' files of the save at *path* this rank can read and resume from."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     visible_ranks = frozenset(int(match[1]) for match in numbers if match)
     if not visible_ranks:
@@ -294,7 +304,11 @@ def _inspect_rank_parts(
 def _choose_source(
     path: TreePath, availabilities: Sequence[RankAvailability], rank: int, copy: ResumePoint | None
 ) -> LoadSource | None:
-    """Choose the source for this rank's load of *path*, or None if it cannot be loaded."""
+    """Choose the path from which this rank loads a save.
+
+    Return None on all ranks if the save cannot be loaded. *copy* is a copy of the save in the run
+    folder, or None.
+    """
     has_own_part = [not availability.problem for availability in availabilities]
     if all(has_own_part):
         return LoadSource(path, is_rank_local=True)
@@ -312,7 +326,7 @@ def _choose_source(
 
 
 def _describe_missing_parts(availabilities: Sequence[RankAvailability]) -> str:
-    """Describe which ranks cannot resume from their own part, and why."""
+    """Describe which ranks cannot resume from the files that they saved, and why."""
     ranks: dict[str, list[int]] = {}
     for rank, availability in enumerate(availabilities):
         if availability.problem:

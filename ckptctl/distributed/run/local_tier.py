@@ -58,7 +58,7 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass(eq=False)
 class _PendingSave:
-    """Local save of this process."""
+    """Save to the local disk that this process has started."""
 
     save: LocalSave
     metrics: dict[str, float]
@@ -70,12 +70,12 @@ class _PendingSave:
     completion: SaveFuture = field(default_factory=lambda: SaveFuture(Path()))  # on all ranks
 
     def record_outcome(self, future: Future[TreePath | None]) -> None:
-        """Record the outcome of the save."""
+        """Record the outcome of the save from its finished *future*."""
         self.failure = future.exception()
         self.has_ended.set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record that the save failed, unless its outcome is known."""
+        """Record that the save failed with *error*, unless its outcome is already known."""
         if not self.has_ended.is_set():
             self.failure = error
             self.has_ended.set()
@@ -91,7 +91,7 @@ class _SaveReport(NamedTuple):
 
 
 class LocalTier:
-    """Local saves of a run and their copies, for its manager."""
+    """Saves to local disks and their copies in the run folder, for a checkpoint manager."""
 
     _report_ranks: RankCollectives
     _copy_ranks: RankCollectives
@@ -220,7 +220,10 @@ class LocalTier:
         return LocalSave(number, 0, start)
 
     def _exchange_outcome(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
-        """Exchange the outcome of a save and apply the reports, in a background thread."""
+        """Exchange the outcome of a save with all ranks, and remove or copy saves accordingly.
+
+        This runs in a background thread, after the thread *earlier* of the previous save.
+        """
         if earlier:
             earlier.join()
         pending.has_ended.wait()
@@ -319,7 +322,11 @@ class LocalTier:
         )
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Add metrics to a save and its copy, and return whether this launch saved it."""
+        """Add metrics to a local save and its copy.
+
+        Returns:
+            Whether this launch has saved *step*.
+        """
         pending = self._saves.get(step)
         if pending is None:
             return False
@@ -342,11 +349,13 @@ class LocalTier:
         *,
         damaged_ok: bool = True,
     ) -> Resumed | None:
-        """Load *state* from local disks if they have the newest save, or the one of *step*.
+        """Load *state* from local disks if they have the newest save.
+
+        If *step* is not None, only saves of that step are considered.
 
         Returns:
-            The loaded save, or None to load from the run folder. :attr:`skipped` then contains
-            newer local saves that cannot be loaded.
+            The loaded save, or None if the caller must load from the run folder. :attr:`skipped`
+            then contains newer local saves that cannot be loaded.
         """
         ranks, merged_options = (
             get_rank_collectives(self._group),
@@ -364,7 +373,9 @@ class LocalTier:
         return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
     def wait_until_complete(self, step: int, urgent_save: UrgentSave | None) -> None:
-        """Wait until a save is complete on all ranks, or with *urgent_save* until its deadline.
+        """Wait until the save of *step* is complete on all ranks.
+
+        If *urgent_save* is not None, wait at most until its deadline.
 
         Raises:
             CkptError: The save failed on a rank, or missed the deadline.
@@ -377,11 +388,17 @@ class LocalTier:
         pending.completion.result()
 
     def find_newest(self) -> LocalSave | None:
-        """Find the newest loadable local save, or None if the run folder has a newer one."""
+        """Find the newest local save that can be loaded.
+
+        Return None if none can be loaded, or if the run folder has a newer checkpoint.
+        """
         return find_newest_local(get_rank_collectives(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
-        """Wait for running saves and copies without rate limit, and ignore failures."""
+        """Wait for running saves and copies, and ignore errors that they raise.
+
+        The rate limit of copies is suspended while this method waits.
+        """
         self._pace.lift_limit()
         try:
             if self._last:
@@ -392,10 +409,10 @@ class LocalTier:
             self._pace.restore_limit()
 
     def wait(self) -> None:
-        """Wait for running saves and copies without rate limit.
+        """Wait for running saves and copies, and suspend the rate limit of copies meanwhile.
 
         Raises:
-            CkptError: Since the last call, a save was not complete on some rank, or not copied.
+            CkptError: Since the last call, a save was not completed on some rank, or a copy failed.
         """
         self.join()
         failure, self._failure = self._failure, None
@@ -403,7 +420,7 @@ class LocalTier:
             raise failure
 
     def close(self, *, orderly: bool) -> None:
-        """Wait like :meth:`wait`, and copy the newest save.
+        """Wait like :meth:`wait`, and copy the newest complete save to the run folder.
 
         Args:
             orderly: Whether the run ends without an error. After an error on this rank, other ranks

@@ -28,7 +28,7 @@ REQUIRED_OPTIONS = {
     "fast": ("fast_keep", "copy_every", "copy_rate"),
     "async_": ("mode", "when_busy", "max_failures"),
 }
-"""Options that only apply together with another one."""
+"""Options that only apply if another option is set, by the name of that option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             )
 
     def _require_effect(self) -> None:
-        """Raise for options that have no effect because another one is not set."""
+        """Raise if an option has no effect because the option that it depends on is not set."""
         for needed, others in REQUIRED_OPTIONS.items():
             set_options = [
                 option for option in list_options(ManagerOptions) if option.name in others
@@ -208,7 +208,10 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         return replace(super().build_policy(), keep_if=self.keep_if)
 
     def build_conversion_options(self, options: FinalOptions) -> ConversionOptions:
-        """Return the conversion options for the trained model, with defaults of the manager."""
+        """Return the conversion options for the trained model.
+
+        Options of the manager are used as defaults.
+        """
         return options.with_target_format(
             options.to or self.final_format or "hf",
             model_type=options.model_type or self.model_type,
@@ -226,4 +229,7 @@ class FinalOptions(WriteOptions):
 
 
 SOURCE_OPTIONS = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
-"""Options of a conversion for reading the source, which do not apply to a state in memory."""
+"""Conversion options that concern reading the source.
+
+They do not apply to a state in memory.
+"""

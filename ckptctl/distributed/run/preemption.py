@@ -1,8 +1,8 @@
 """Preemption notices, which all ranks observe at the same step.
 
 A signal can arrive on one rank in the middle of a step. If that rank stopped there, the other ranks
-would wait forever. So a notice is only recorded, and the ranks exchange notices when all of them
-poll.
+would wait forever. So a signal handler only records the notice, and the ranks exchange their
+notices when all of them poll.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ckptctl.tree import TreePath
 
 NoticeSource = signal.Signals | str | Path | Callable[[], object]
 CHILD_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals with which a process terminates the processes that it has forked."""
+"""Signals that a process sends to terminate the processes that it has forked."""
 _log = logging.getLogger("ckptctl")
 
 
 def check_sources(value: Any) -> tuple[NoticeSource, ...]:
-    """Check the sources of notices, and convert names of signals."""
+    """Check the sources of preemption notices, and convert signal names to signals."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UsageError(
             f"{value!r} is not a list",
@@ -86,9 +86,9 @@ class PreemptionOptions(Options):
 
 
 class PreemptionNotices:
-    """Notices on this rank by signals, files and functions.
+    """Preemption notices that this rank receives from signals, files and functions.
 
-    Signal handlers record the notice, and call the previous handler if it is a function.
+    The signal handler records the notice, and then calls the previous handler if it is a function.
     """
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
@@ -115,22 +115,23 @@ class PreemptionNotices:
         _all_notices.add(self)
 
     def poll_sources(self) -> float | None:
-        """Poll files and functions, and return the time of the first notice, or None if none.
+        """Poll files and functions, and return the time of the first notice on this rank.
 
-        The time is that of `time.monotonic`, in seconds.
+        Returns:
+            The time in seconds, as `time.monotonic` measures it, or None without a notice.
         """
         if self.since is None and any(map(self._is_announced, self._polled_sources)):
             self.since = time.monotonic()
         return self.since
 
     def close(self) -> None:
-        """Restore the previous signal handlers, unless other code has replaced ours."""
+        """Restore the previous signal handlers, unless other code has replaced this handler."""
         self.is_closed = True
         for number in self._previous_handlers:
             self.restore_handler(number)
 
     def restore_handler(self, number: int) -> None:
-        """Restore the previous handler of one signal, if ours is still installed."""
+        """Restore the previous handler of signal *number*, if this handler is still installed."""
         before = _resolve_handler(self._previous_handlers[number], number)
         if signal.getsignal(number) == self._handle_signal:
             try:
@@ -147,7 +148,7 @@ class PreemptionNotices:
             self.restore_handler(number)
 
     def get_previous_handler(self, number: int) -> Any:
-        """Return the previous handler of a signal."""
+        """Return the handler of signal *number* that was installed before this one."""
         return self._previous_handlers[number]
 
     def _install_handler(self, number: signal.Signals) -> None:
@@ -183,7 +184,7 @@ class PreemptionNotices:
 
 
 def _resolve_handler(handler: Any, number: int) -> Any:
-    """Return *handler*, or the handler that it replaced if its notices are closed."""
+    """Return *handler*, or the handler that it replaced if it belongs to closed notices."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, PreemptionNotices) and owner.is_closed:
         handler = owner.get_previous_handler(number)
@@ -203,7 +204,10 @@ os.register_at_fork(after_in_child=_restore_all_in_fork)
 
 
 class Preemption:
-    """Preemption state of a run, exchanged so that all ranks learn of it in the same call."""
+    """Preemption state of a run.
+
+    The ranks exchange their notices, so that all learn of a preemption in the same call.
+    """
 
     def __init__(self, options: PreemptionOptions, ranks: Callable[[], RankCollectives]) -> None:
         self.notices = PreemptionNotices(options.preemption)
@@ -214,7 +218,10 @@ class Preemption:
         self._since: float | None = None  # first notice on any rank, by this rank's clock
 
     def is_requested(self, every: int) -> bool:
-        """Return whether any rank had a notice, exchanged at each *every*-th call."""
+        """Return whether any rank has received a notice.
+
+        The ranks communicate only on every *every*-th call. Other calls return the last answer.
+        """
         self._calls += 1
         if self._since is not None or not self._sources or self._calls % every:
             return self._since is not None
@@ -230,7 +237,10 @@ class Preemption:
         return oldest >= 0
 
     def start_urgent_save(self, saver: AsyncSaver) -> UrgentSave:
-        """Begin an urgent save with *saver*, whose deadline counts from the notice or from now."""
+        """Begin an urgent save with *saver*.
+
+        Its deadline is measured from the first notice, or from now without a notice.
+        """
         start = time.monotonic() if self._since is None else self._since
         return UrgentSave(saver, start, self._deadline)
 
@@ -244,7 +254,7 @@ class UrgentSave:
         self._deadline = deadline
 
     def join_last_save(self, path: TreePath) -> SaveFuture | None:
-        """Wait for the last save, and return it if it succeeded for *path*, or None otherwise.
+        """Wait for the last save, and return it if it has saved *path*, or None otherwise.
 
         Raises:
             StorageError: The save missed the deadline and continues. All ranks raise this.
@@ -275,10 +285,10 @@ class UrgentSave:
     def _wait_for_save(
         self, future: SaveFuture, path: TreePath, *, with_callbacks: bool = False
     ) -> None:
-        """Wait for the outcome of a save, and if *with_callbacks*, for its callbacks.
+        """Wait until a save is published or has failed.
 
-        A save ends on all ranks at about the same time, so it is in time if any rank sees it end
-        before the deadline.
+        If *with_callbacks* is set, also wait for the callbacks of the save. A save ends on all
+        ranks at about the same time, so it meets the deadline if it ends in time on any rank.
         """
 
         def wait_for_end(seconds: float | None) -> bool:

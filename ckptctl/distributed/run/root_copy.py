@@ -1,8 +1,8 @@
 """Copies of local saves to the run folder, at a limited rate.
 
 A copy is a regular collective save: replicated tensors are written once, the checkpoint is
-published atomically, and stock ``dcp.load`` reads it. But the bytes of tensors are read from the
-files that this rank wrote, and compared with their checksums.
+published atomically, and stock ``dcp.load`` can read it. However, tensors are not read from memory,
+but from the files that each rank wrote, and are verified with the checksums in these files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RateLimiter:
         self._lifted = threading.Event()
 
     def __call__(self, nbytes: int) -> None:
-        """Wait as long as the rate limit requires after *nbytes* were processed."""
+        """Wait until the rate limit is met, after *nbytes* have been processed."""
         if not self._rate or self._lifted.is_set() or not threading.main_thread().is_alive():
             return
         with self._lock:
@@ -53,16 +53,19 @@ class RateLimiter:
         self._lifted.wait(wait)
 
     def lift_limit(self) -> None:
-        """Suspend the limit, because training waits."""
+        """Suspend the rate limit, for example because training waits for a copy."""
         self._lifted.set()
 
     def restore_limit(self) -> None:
-        """Apply the limit again."""
+        """Apply the rate limit again, after :meth:`lift_limit`."""
         self._lifted.clear()
 
 
 def build_disk_state(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
-    """Build a state without memory from a rank's saved shards, for :class:`SavedPart`."""
+    """Build a state with a rank's saved shards, whose tensors have no elements in memory.
+
+    :class:`SavedPart` reads the elements from files.
+    """
     placeholders = {
         name: torch.empty((), dtype=getattr(torch, entry.dtype))
         for name, entry in shards.tensors.items()
@@ -74,7 +77,10 @@ def build_disk_state(shards: LocalShards, values: Mapping[str, bytes]) -> LocalS
 
 
 class SavedPart:
-    """Saved files of *rank* in *folder*, from which plans read instead of from memory."""
+    """Files that *rank* saved in *folder*.
+
+    Save plans read tensors from these files instead of from memory.
+    """
 
     def __init__(self, folder: Path, rank: int, shards: LocalShards, pace: RateLimiter) -> None:
         self._folder, self._rank = folder, rank
@@ -83,7 +89,7 @@ class SavedPart:
     def execute(
         self, plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
     ) -> Execution:
-        """Execute *plan* with the files in place of memory."""
+        """Execute *plan*, but read tensors from the saved files instead of from memory."""
         return execute_plan(
             self._with_file_sources(plan), root, replace(options, pace=self._pace), progress
         )
@@ -91,11 +97,11 @@ class SavedPart:
     def stream(
         self, plan: Plan, create: CreateFile, options: ExecutionOptions, **_: object
     ) -> None:
-        """Execute *plan* with the files in place of memory, for a store that takes streams."""
+        """Execute *plan* like :meth:`execute`, but write the files as streams to a store."""
         stream_plan(self._with_file_sources(plan), create, replace(options, pace=self._pace))
 
     def read_digests(self, state: LocalState) -> Mapping[int, int]:
-        """Return the CRC-32 of shards that this rank's files record, by shard index."""
+        """Return the CRC-32 of each shard by index, as recorded in this rank's files."""
         _, extents = self._locate_shards()
         return {
             index: extent.crc32
@@ -105,7 +111,7 @@ class SavedPart:
         }
 
     def _locate_shards(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
-        """Return the identities of this rank's files, and the extent of each shard."""
+        """Return the identities of this rank's files by name, and the byte range of each shard."""
         catalog = read_rank_catalog(self._folder, self._rank)
         if catalog is None:
             raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
@@ -120,7 +126,7 @@ class SavedPart:
         return sources, [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
 
     def _with_file_sources(self, plan: Plan) -> Plan:
-        """Return *plan* with files in place of memory."""
+        """Return a copy of *plan* that reads tensors from the saved files instead of memory."""
         sources, chunks = self._locate_shards()
         transfers = tuple(
             replace(transfer, tensor=_to_file_tensor(chunks, transfer.tensor))
@@ -140,7 +146,10 @@ class SavedPart:
 
 
 def _to_file_tensor(chunks: list[Extent], tensor: StridedTensor) -> StridedTensor:
-    """Return *tensor* with extents in files, with a checksum if it is a complete chunk."""
+    """Return a copy of *tensor* whose extents are in files instead of memory.
+
+    Extents that contain a complete chunk get the checksum that the file records for it.
+    """
     parts: list[Part] = []
     for part in tensor.parts:
         (memory_extent,) = part.entry.extents

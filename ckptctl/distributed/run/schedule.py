@@ -1,8 +1,8 @@
 """Schedule of saves by step, by time since the last save, or by a function.
 
-Steps are the same on all ranks, but clocks are not, so rank 0 decides for all. It uses the
-monotonic clock. Only the age of an earlier process's last save depends on dates, and is at most one
-interval.
+Steps are the same on all ranks, but clocks are not, so rank 0 decides for all ranks. It uses the
+monotonic clock. Only the age of the last save of an earlier process is computed from dates, and is
+limited to one interval.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SaveRules(Options):
 
 
 class _RankVote(NamedTuple):
-    """Vote of one rank on a step."""
+    """Vote of one rank on whether a step must be saved."""
 
     step: int
     is_wanted: bool
@@ -70,7 +70,7 @@ class _RankVote(NamedTuple):
 
 
 class Schedule:
-    """Schedule of a run, with the same decisions on all ranks.
+    """Schedule of a run's saves, which makes the same decisions on all ranks.
 
     Args:
         rules: Rules to apply.
@@ -98,7 +98,7 @@ class Schedule:
         self._interval = None if every is None else parse_duration(every)
 
     def is_due(self, step: int) -> bool:
-        """Return whether *step* must be saved, equal on all ranks.
+        """Return whether *step* must be saved. All ranks get the same result.
 
         Raises:
             UsageError: The ranks are at different steps.
@@ -120,7 +120,7 @@ class Schedule:
         return by_step or new or any(vote.is_wanted for vote in votes)
 
     def record_save(self) -> None:
-        """Record that a save has begun."""
+        """Record that a save has begun, which restarts the save interval."""
         self._begun = True
         self._since = time.monotonic()
 
