@@ -1,4 +1,4 @@
-"""State dict of one rank, flattened to tensors with their local shards and non-tensor values."""
+"""Flat state dicts of one rank, with local shards of tensors and with non-tensor values."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ckptctl.save_load.saving.local_shards import TensorMeta
 
 StateDict = Mapping[str, object]
 Part = tuple[torch.Tensor, torch.Tensor]
-"""View of a tensor, and elements of the same shape."""
+"""Tuple of a view of a tensor, and elements of the same shape to copy to the view."""
 
 
 class TensorShard(NamedTuple):
-    """Box of a global tensor that is in this rank's memory."""
+    """Box of a global tensor, and the tensor in this rank's memory with its elements."""
 
     name: str
     box: Box
     tensor: torch.Tensor
 
     def select_box(self, box: Box) -> TensorShard:
-        """Narrow this shard to *box*, which must be inside of it."""
+        """Return the part of this shard that is in *box*, which must be inside the shard."""
         if box == self.box:
             return self
         tensor = self.tensor
@@ -50,7 +50,7 @@ class TensorShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """Tensor of a state dict with the shards of this rank."""
+    """Tensor of a state dict, and the shards of the tensor that are on this rank."""
 
     meta: TensorMeta
     leaf: torch.Tensor | ShardedTensor
@@ -73,7 +73,7 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """Non-tensor value of a state dict."""
+    """Non-tensor value of a state dict, and its path of keys."""
 
     path: Path
     value: object
@@ -81,14 +81,14 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """Flat state dict of one rank."""
+    """Tensors and non-tensor values of one rank's state dict, by name."""
 
     tensors: Mapping[str, RankTensor]
     values: Mapping[str, ObjectLeaf]
 
     @property
     def meta(self) -> dict[str, TensorMeta]:
-        """Metadata of the tensors, by name."""
+        """Dtype, global shape and path of each tensor, by name."""
         return {name: tensor.meta for name, tensor in self.tensors.items()}
 
     @property
@@ -108,7 +108,7 @@ class FlatState:
 
 
 class LocalPlacement(NamedTuple):
-    """Boxes of a global tensor and their positions in a local tensor."""
+    """Boxes of a global tensor, and the offset of each box in a local tensor."""
 
     shape: tuple[int, ...]  # of the global tensor
     boxes: tuple[Box, ...]  # of the global tensor
@@ -116,7 +116,10 @@ class LocalPlacement(NamedTuple):
 
 
 PLACEMENT = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes of a local tensor with shards of a global tensor (``CheckpointableTensor``, 2.14)."""
+"""Attributes of a local tensor that contains shards of a global tensor.
+
+They are those of ``CheckpointableTensor`` in torch 2.14.
+"""
 
 
 def has_placement(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -231,17 +234,17 @@ def _find_recursive_keys(state_dict: StateDict) -> list[str]:
 
 
 def keys_to_path(keys: Iterable[str | int]) -> Path:
-    """Convert torch's *keys* to a path."""
+    """Convert *keys*, as torch flattens a state dict, to a path."""
     return tuple(Index(key) if isinstance(key, int) else key for key in keys)
 
 
 def path_to_keys(path: Path) -> tuple[str | int, ...]:
-    """Convert a path to torch's keys."""
+    """Convert a path to keys, as torch flattens a state dict."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
 def expand_stateful(state_dict: StateDict) -> dict[str, object]:
-    """Return a copy of *state_dict* with objects replaced by their state dicts."""
+    """Return a copy of *state_dict* in which state dicts replace stateful objects."""
     if not isinstance(state_dict, Mapping):
         raise UsageError(
             f"a {type(state_dict).__name__} is not a state dict",
@@ -254,7 +257,7 @@ def expand_stateful(state_dict: StateDict) -> dict[str, object]:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether *value* implements ``Stateful``, without the slow check for tensors."""
+    """Return whether *value* implements ``Stateful``. Tensors skip the slow protocol check."""
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
@@ -362,12 +365,15 @@ def _detach_dense(name: str, tensor: torch.Tensor, on_meta: bool = False) -> tor
 
 
 def get_address(tensor: torch.Tensor) -> object:
-    """Return the address of the first element, or the storage location on the meta device."""
+    """Return the address of the first element of *tensor*.
+
+    For a tensor on the meta device, return its storage identity and offset.
+    """
     return compat.locate_storage(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
 def count_spanned_elements(tensor: torch.Tensor) -> int:
-    """Count the elements of memory from a tensor's first to its last one, gaps included."""
+    """Count the elements in memory from the first to the last one of *tensor*, with any gaps."""
     if not tensor.numel():
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -375,7 +381,7 @@ def count_spanned_elements(tensor: torch.Tensor) -> int:
 
 
 def to_memoryview(tensor: torch.Tensor) -> memoryview:
-    """View the memory from a host tensor's first to its last element, gaps included.
+    """View the memory from the first to the last element of a host tensor, with any gaps.
 
     The tensor must outlive the view.
     """
@@ -385,14 +391,20 @@ def to_memoryview(tensor: torch.Tensor) -> memoryview:
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as bytes, even if dimensions of size 1 have unusual strides."""
+    """View a contiguous tensor as a 1-D byte tensor.
+
+    Dimensions of size 1 may have any strides.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def iterate_row_major_parts(
     tensor: torch.Tensor, start: int, elements: torch.Tensor
 ) -> Iterator[Part]:
-    """Yield views of *tensor*, from element *start* on, with their parts of *elements*."""
+    """Split row-major *elements* into parts that match views of *tensor*.
+
+    The first element corresponds to the row-major element *start* of *tensor*.
+    """
     if tensor.ndim < 2:
         target = tensor.reshape(1) if tensor.ndim == 0 else tensor
         yield target[start : start + len(elements)], elements

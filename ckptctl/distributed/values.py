@@ -1,4 +1,4 @@
-"""Non-tensor values of a state dict: pickled by saves, read and unpickled by loads."""
+"""Pickling and unpickling of the non-tensor values of a state dict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRUST_HINT = "pass `trusted=True` to load it anyway, which can run any code"
 SKIP_HINT = "pass `strict=False` to load the rest"
 MAX_SHOWN = 100
 CACHED_VALUE_BYTES = 1 << 12
-"""Maximum size in bytes of pickled values whose check is cached."""
+"""Maximum size in bytes of a pickled value for which the result of the check is cached."""
 _ALWAYS_READABLE = frozenset({type(None), bool, int, float, str})
 
 
@@ -66,14 +66,17 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
 
 
 def serialize_value(value: object) -> bytes:
-    """Serialize one value with ``torch.save``, and keep the ``fold`` attribute of times."""
+    """Serialize one value with ``torch.save``, including the ``fold`` attribute of times."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PICKLE_MODULE)
     return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that keeps ``fold`` of times, which tells repeated times at the end of DST apart."""
+    """Pickler that preserves the ``fold`` attribute of times.
+
+    ``fold`` distinguishes the two occurrences of a time when daylight saving time ends.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         """See :class:`pickle.Pickler`."""
@@ -82,7 +85,7 @@ class _Pickler(pickle.Pickler):
 
 
 _PICKLE_MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-"""Pickle module for ``torch.save``."""
+"""Pickle module for ``torch.save``, which uses :class:`_Pickler`."""
 
 
 def _explain_untrusted_failure(value: object, content: bytes) -> str | None:
@@ -132,7 +135,10 @@ def _cannot_save_error(
 
 
 class LoadedValues(NamedTuple):
-    """Loaded non-tensor values, and the reasons why others were refused, by name in the state."""
+    """Loaded non-tensor values, and the reasons why other values were refused.
+
+    Both are keyed by the names in the state.
+    """
 
     values: Mapping[str, object]
     refused: Mapping[str, str]
@@ -292,7 +298,10 @@ def _unpickling_error(error: Exception, content: bytes, name: str, where: str) -
 
 
 def _is_complete_pickle(content: bytes) -> bool:
-    """Return whether the pickle of a value can be parsed to its end, whatever classes it needs."""
+    """Return whether the pickle of a value can be parsed to its end.
+
+    The classes that the pickle refers to need not be installed.
+    """
     try:
         read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
     except CkptError:
@@ -301,7 +310,7 @@ def _is_complete_pickle(content: bytes) -> bool:
 
 
 def replace_leaf(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
-    """Replace the leaf at *keys* without replacing its containers."""
+    """Replace the leaf at *keys* in place, without replacing the containers on the path to it."""
     container: Any = root
     for key in keys[:-1]:
         container = container[_find_container_key(container, key)]
@@ -311,7 +320,10 @@ def replace_leaf(root: MutableMapping[str, Any], keys: Keys, value: object) -> N
 def _find_container_key(
     container: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int
 ) -> Any:
-    """Return the key of *container* that equals *key*, or whose string does."""
+    """Return the existing key of *container* that equals *key*, if necessary as a string.
+
+    Return *key* itself if there is no such key.
+    """
     if isinstance(container, MutableSequence) or key in container:
         return key
     return next((existing_key for existing_key in container if str(existing_key) == str(key)), key)

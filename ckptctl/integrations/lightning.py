@@ -135,7 +135,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load model and optimizers, and return the rest of the checkpoint.
+        """Load the model and the optimizers, and return all other entries of the checkpoint.
 
         Args:
             checkpoint_path: Path of the checkpoint.
@@ -165,7 +165,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
 
 def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a checkpoint into state dicts, stored as tensors, and the rest."""
+    """Split a checkpoint into the state dicts of model and optimizers, and all other entries."""
     states = checkpoint.get(OPTIMIZERS, ())
     state = {MODEL: checkpoint[MODEL]}
     state |= {
@@ -179,19 +179,19 @@ def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def read_meta(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read the content of ``meta.pt`` next to the tensors."""
+    """Read ``meta.pt`` of the checkpoint directory *path*."""
     meta: dict[str, Any] = torch.load(path / META_FILE, "cpu", weights_only=weights_only)
     return meta
 
 
 def pickle_meta(rest: Mapping[str, Any]) -> bytes:
-    """Pickle the content of ``meta.pt``."""
+    """Serialize *rest* as the contents of ``meta.pt``."""
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     return buffer.getvalue()
 
 
 def require_no_storage_options(storage_options: object) -> None:
-    """Raise if storage options are passed, which are not supported."""
+    """Raise if *storage_options* is not None, because storage options are not supported."""
     if storage_options is not None:
         raise UsageError("`storage_options` are not supported", hint="omit them")

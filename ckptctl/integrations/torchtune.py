@@ -162,7 +162,10 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
             self._manager.wait()
 
     def _get_manager(self, *, sharded: bool) -> CheckpointManager:
-        """Return the manager for all ranks or only this one, resumed from the loaded checkpoint."""
+        """Return the manager, which the first call creates and resumes from the loaded checkpoint.
+
+        If *sharded* is set, all ranks use it, otherwise only this rank does.
+        """
         if self._manager is None:
             self._manager = self._open_manager(
                 create_all_ranks_group() if sharded else create_single_rank_group()
@@ -197,7 +200,10 @@ def get_model_family(model_type: str) -> str:
 
 
 def build_intermediate_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Build an intermediate checkpoint, with all but tensors as a single value."""
+    """Build the state of an intermediate checkpoint.
+
+    All entries of the recipe's state except tensors are stored as a single value.
+    """
     skipped = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
     tensors = {key: state[key] for key in TENSORS if key in state and key not in skipped}
     rest = {key: value for key, value in state.items() if key not in TENSORS}
@@ -243,7 +249,7 @@ def replace_param_numbers_by_names(
 
 
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
-    """Save the adapter in *state* in PEFT's format."""
+    """Save the adapter in *state* to *out* in PEFT's format, with the config files in *assets*."""
     alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
     options = ConversionOptions(
         to="peft", model_type=model_type + ADAPTER_SUFFIX, lora_alpha=alpha, assets=assets

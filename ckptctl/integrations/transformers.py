@@ -24,7 +24,10 @@ from ckptctl.formats import open_checkpoint
 STATE_FILE = "trainer_state.json"
 MODEL_PREFIX = "model."
 PEFT_PREFIX = "base_model.model."
-"""Prefix of the model's tensors in a checkpoint, and prefix of tensor names of a PEFT model."""
+"""Prefix of the tensor names of a PEFT model.
+
+In a checkpoint, the names of all tensors of the model also have the prefix ``MODEL_PREFIX``.
+"""
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -54,7 +57,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._model: Any = None  # the Trainer's model, once it exists
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Remember the model of the Trainer."""
+        """Store a reference to the model of the Trainer."""
         self._model = parts.get("model")
 
     def resume_from(self) -> str | None:
@@ -226,7 +229,7 @@ def _to_json(state: Any) -> str:
 
 
 def get_rng_states() -> dict[str, Any]:
-    """Return the current RNG states, in the form of ``rng_state.pth``."""
+    """Return the current RNG states, in the format of the Trainer's ``rng_state.pth``."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),

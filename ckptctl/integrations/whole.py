@@ -55,7 +55,10 @@ def create_single_rank_group() -> dist.ProcessGroup | None:
 
 
 def create_all_ranks_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, created by the first call. All ranks call this."""
+    """Return a gloo group of all ranks, which must all call this function.
+
+    The first call creates the group.
+    """
     default = dist.group.WORLD
     assert default
     if default not in _all_groups:
@@ -87,7 +90,7 @@ def load_full_state_dict(path: TreePath) -> dict[str, Any]:
 def load_full_model(
     path: Path, layout: str, model_type: str, process_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Load the model of a checkpoint of any format in another layout, in host memory."""
+    """Load the model of a checkpoint of any format to host memory, converted to *layout*."""
     with tempfile.TemporaryDirectory() as folder:
         plan = plan_conversion(
             path, Path(folder) / "model.pt", to="torch", to_layout=layout, model_type=model_type
@@ -119,12 +122,12 @@ def restore_optimizer_param_keys(state: Any) -> Any:
 
 
 def allocate_zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Allocate zeros, which take no physical memory until they are written."""
+    """Allocate a zero tensor, which uses no physical memory until it is written to."""
     return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
 def compute_shard_checksums(state: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return name, box and CRC-32 of each of this rank's shards, to recognize an equal state."""
+    """Return the name, box and CRC-32 of each shard on this rank, to recognize an equal state."""
     return tuple(
         (shard.name, shard.box, crc32(to_memoryview(shard.tensor.cpu().contiguous())))
         for shard in flatten_state(state).shards
@@ -139,10 +142,11 @@ def save_with_sidecar_files(
     like: Path | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save *state* and small files as one directory on all ranks, replacing an existing one.
+    """Save *state* and small files on all ranks as one directory.
 
-    *like* is a directory that this function wrote with the same tensors. If the file system
-    supports hard links, the data files of *like* are linked instead of written again.
+    An existing directory at *path* is replaced. *like* is None or a directory that this function
+    wrote with the same tensors. If the file system supports hard links, the data files of *like* are
+    linked instead of written again.
     """
     ranks = get_rank_collectives(process_group)
     linked = run_on_rank_zero(
@@ -153,7 +157,10 @@ def save_with_sidecar_files(
 
 
 def _try_publish_hard_links(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
-    """Publish hard links to the data of *source*, and return whether the file system can."""
+    """Publish a checkpoint at *path* with hard links to the data files of *source*.
+
+    Return False if the file system does not support hard links.
+    """
     target = resolve_destination(expand_home(path).absolute())
     with stage_output(target, overwrite=True, restart=True, is_checkpoint=is_replaceable) as stage:
         try:

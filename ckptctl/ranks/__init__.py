@@ -1,1 +1,1 @@
-"""Ranks: collectives, agreement and shares of a plan."""
+"""Collectives, agreement of ranks, and execution of one plan by several ranks."""

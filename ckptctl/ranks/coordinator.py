@@ -39,7 +39,7 @@ class RankCollectives(Protocol):
 
 
 class SingleProcess:
-    """Group with a single rank."""
+    """Group with a single rank, whose collectives do not communicate."""
 
     rank = 0
     world = 1
@@ -84,9 +84,9 @@ def run_on_all_ranks(ranks: RankCollectives, work: Callable[[], T]) -> T:
 def run_and_all_gather(
     ranks: RankCollectives, work: Callable[[], tuple[T, R]]
 ) -> tuple[T, list[R]]:
-    """Run *work* on every rank and all-gather the second element of its results.
+    """Run *work* on every rank, and all-gather the second element of its result.
 
-    Raises on all ranks if it fails on any.
+    If *work* fails on any rank, all ranks raise.
     """
     result, error = _run_and_catch(work)
     outcomes = ranks.all_gather((result[1] if result else None, to_sendable_error(error)))
@@ -150,7 +150,7 @@ def _run_and_catch(work: Callable[[], T]) -> tuple[T | None, BaseException | Non
 def _compute_answers(
     outcomes: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
 ) -> tuple[list[tuple[R | None, int, CkptError | None]], BaseException | None]:
-    """Return one scatter entry per rank, and the exception that rank 0 itself must raise."""
+    """Return one entry to scatter per rank, and the exception that rank 0 must raise or None."""
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             return [(None, rank, failure)] * len(outcomes), None
@@ -161,7 +161,7 @@ def _compute_answers(
 
 
 def format_ranks(rank_numbers: Sequence[int]) -> str:
-    """Format ranks for a message, at most eight of them."""
+    """Format rank numbers for a message, with an ellipsis after the first eight."""
     listing = ", ".join(map(str, rank_numbers[:8]))
     return (
         f"rank{'s' if len(rank_numbers) > 1 else ''} "
@@ -172,7 +172,7 @@ def format_ranks(rank_numbers: Sequence[int]) -> str:
 def require_same_settings(ranks: RankCollectives, settings: Mapping[str, object]) -> None:
     """Raise on all ranks if their settings differ.
 
-    Values are compared by `repr`, and messages name them by key.
+    Values are compared by their `repr`. The error message names the keys of settings that differ.
     """
     if ranks.world == 1:
         return

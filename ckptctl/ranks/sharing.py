@@ -1,9 +1,9 @@
 """Execution of one plan by several ranks.
 
-All ranks make the same plan from the same metadata, and verify that it is the same. Rank 0 creates
-the staging directory and its files, and every rank fills its share. Rank 0 then writes headers and
-indexes, which contain the checksums of all ranks, and publishes. A single rank executes the plan
-directly.
+All ranks make the plan from the same metadata, and verify that their plans are equal. Rank 0
+creates the staging directory and its files, and every rank writes its share of the data. Rank 0
+then writes headers and indexes, which contain the checksums of all ranks, and publishes the output.
+If there is only one rank, it executes the plan directly.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ckptctl.units import pluralize
 T = TypeVar("T")
 POLL_SECONDS = 0.5
 VISIBLE_WITHIN_SECONDS = 90.0
-"""Time limit for a network file system to show a new file to other machines."""
+"""Seconds to wait until a network file system shows a new file to other machines."""
 
 
 def select_rank_share(
     ranks: RankCollectives, items: Sequence[T], nbytes: Callable[[T], int]
 ) -> Sequence[T]:
-    """Select this rank's items, so that all ranks get about the same number of bytes."""
+    """Select the items assigned to this rank, so that all ranks get about the same bytes."""
     if ranks.world == 1:
         return items
     rank_numbers = range(ranks.world)
@@ -56,7 +56,10 @@ def hash_repr(values: object) -> str:
 
 
 def hash_sources(plan: Plan) -> str:
-    """Hash the names, sizes and mtimes of a plan's source files, to compare them across ranks."""
+    """Return a hash of the names, sizes and mtimes of a plan's source files.
+
+    Ranks compare it to verify that they read the same files.
+    """
     identities = [(name, identity) for name, identity in plan.sources.items()]
     identities += [(name, identity) for (_, name), identity in plan.inputs.items()]
     return hash_repr(
@@ -83,7 +86,7 @@ def execute_on_all_ranks(
     progress: Advance,
     ranks: RankCollectives,
 ) -> Execution:
-    """Execute *plan*, which must be equal on all ranks, with each rank writing a share.
+    """Execute *plan*, which must be equal on all ranks. Every rank writes a share of the data.
 
     Only rank 0 passes *stage*, a staging directory on a file system that all ranks share. Shares
     are about equal, so *progress* counts the bytes of this rank times the number of ranks.
@@ -161,7 +164,10 @@ def _invisible_output_error(path: Path) -> StorageError:
 
 
 class _RemoteFailureError(Exception):
-    """Failure of another rank, which raises its own error."""
+    """Error that stops this rank because another rank has failed.
+
+    The other rank raises the actual error.
+    """
 
 
 class _FailureSignal:
@@ -190,7 +196,7 @@ class _FailureSignal:
         return False
 
     def wrap_progress(self, progress: Advance) -> Advance:
-        """Wrap *progress* to poll for the file, and raise if another rank has failed."""
+        """Wrap *progress* so that it raises as soon as the file of a failed rank exists."""
 
         def check_and_advance(nbytes: int) -> None:
             progress(nbytes)

@@ -1,4 +1,4 @@
-"""Saves in an exchange format: written as DCP by all ranks, then converted by rank 0.
+"""Saves in an exchange format, which all ranks write as DCP and rank 0 converts.
 
 The conversion depends only on names, shapes and dtypes. To plan it in advance,
 :func:`plan_converted` writes a sparse checkpoint with holes in place of the elements.
@@ -54,10 +54,10 @@ def save_converted(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> TreePath:
-    """Save *state* and convert it by *options*. All ranks call it.
+    """Save *state* on all ranks, and convert it on rank 0 as *options* request.
 
     Returns:
-        The path, once the output is published.
+        The path of the published output.
 
     Raises:
         CkptError: The save or the conversion failed, on every rank.
@@ -95,7 +95,7 @@ def plan_converted(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> ConversionPlan | None:
-    """Plan :func:`save_converted` without writing the output. All ranks call it.
+    """Plan :func:`save_converted` on all ranks, without writing the output.
 
     Returns:
         The plan on rank 0, or None on other ranks.
@@ -141,7 +141,7 @@ def resolve_final_target(out: str | TreePath) -> TreePath:
 
 
 def _select_exported_state(state: StateDict, options: ConversionOptions) -> StateDict:
-    """Select only the model from *state* if the options ask for it."""
+    """Return only the model of *state* if *options* request it, or *state* itself."""
     model_only = options.only == "model" and "model" in state
     return {"model": state["model"]} if model_only else state
 
@@ -191,7 +191,10 @@ def _log_notes(plan: ConversionPlan) -> None:
 
 
 def _write_sparse_checkpoint(folder: Path, plan: GlobalPlan, state: LocalState) -> None:
-    """Write a checkpoint with holes for the tensors of *plan*, and with this rank's values."""
+    """Write a sparse checkpoint to *folder*, with holes in place of tensor elements.
+
+    The checkpoint contains all tensors of *plan* and the non-tensor values of this rank.
+    """
     tensors = {
         tensor.name: TensorMeta(tensor.dtype, tensor.shape, tensor.path, tensor.requires_grad)
         for tensor in plan.tensors

@@ -1,4 +1,4 @@
-"""Targets of a save: a staged directory, a directory of rank-local files, or a URL."""
+"""Targets of a save, which are staged directories or directories of rank-local files."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from ckptctl.tree import TreePath, UrlPath
 
 
 class SaveTarget(Protocol):
-    """Target of one checkpoint."""
+    """Interface of a destination to which one checkpoint is saved."""
 
     @property
     def target(self) -> TreePath:
         """Absolute path or URL of the checkpoint."""
 
     def prepare_target(self, stack: ExitStack) -> None:
-        """Prepare the target on rank 0, and push its cleanup to *stack*."""
+        """Prepare the target on rank 0, and register its cleanup with *stack*."""
 
     def write_files(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
-        """Write the files of this rank."""
+        """Write the files of this rank, whose *plan* reads from the tensors *pieces*."""
 
     def find_file_size(self, name: str) -> int:
         """Return the size in bytes of a file as rank 0 sees it, or -1 if it is not visible."""
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """Add the metadata on rank 0, which makes the checkpoint visible."""
+        """Write the metadata on rank 0, which makes the checkpoint visible to readers."""
 
 
 def build_target(path: TreePath, options: WriterOptions) -> SaveTarget:
-    """Build the target for *path*, which may be a URL."""
+    """Build the target of a save to *path*, which is a local path or a URL."""
     if not isinstance(path, UrlPath):
         return FolderTarget(Path(path), options)
     from ckptctl.distributed.saving.url import UrlTarget  # saves to disks start faster without it
@@ -63,7 +63,10 @@ def build_target(path: TreePath, options: WriterOptions) -> SaveTarget:
 
 
 def require_visible_rank_files(target: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
-    """Raise if rank 0 does not see all files of the other ranks, given by rank and name."""
+    """Raise if rank 0 does not see every file that a rank wrote, with its complete size.
+
+    *sizes* contains file sizes in bytes by rank and file name.
+    """
     for rank, files in sizes.items():
         for name, size in files.items():
             if target.find_file_size(name) != size:
@@ -80,7 +83,7 @@ def sweep_leftovers(path: TreePath, untouched: float) -> bool:
 
     Args:
         path: Destination of that save.
-        untouched: Minimum age in seconds of the last write to the leftovers.
+        untouched: Minimum time in seconds since the last write to the leftovers.
 
     Raises:
         RefusedError: A save is running there, or the files are not from ckptctl.

@@ -1,6 +1,6 @@
-"""Block-wise reads of device tensors, which prefetch the next block while one is written.
+"""Block-wise reads of device tensors, which prefetch a block while the last one is written.
 
-A save thus neither waits for the device nor copies the whole state to host memory.
+A save thus neither waits for the device nor copies the complete state to host memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from ckptctl.storage.byte_files import ByteSource
 
 HOST = "cpu"
 MAX_DEVICE_THREADS = 8
-"""Default maximum of threads; more are slower because they compete for the GIL."""
+"""Default maximum number of threads. More threads are slower, as they compete for the GIL."""
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether *tensor* is in host memory, so files are written directly from it."""
+    """Return whether files can be written from the memory of *tensor* directly."""
     return tensor.device.type == HOST
 
 
 class DeviceReader(threading.local):
-    """Reader with two blocks of host memory per thread, to write one and prefetch the other.
+    """Reader of device tensors with two blocks of host memory per thread.
+
+    While one block is written to a file, the next bytes are copied to the other block.
 
     Each thread uses a separate CUDA stream per device.
 
@@ -41,7 +43,10 @@ class DeviceReader(threading.local):
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, source: DeviceMemory, start: int, stop: int) -> memoryview:
-        """Return bytes of *source*, valid until the next call on this thread."""
+        """Return bytes *start* to *stop* of *source*.
+
+        The memory view is valid until the next call on this thread.
+        """
         current, incoming = self._blocks
         is_sequential = start == (current.stop if current.source is source else 0)
         if not current.has_range(source, start, stop):
@@ -58,7 +63,10 @@ class DeviceReader(threading.local):
         return current.view[start - current.start : stop - current.start]
 
     def _fetch_block(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
-        """Start to copy bytes of *source* to *block*, on this thread's stream of the device."""
+        """Start to copy bytes *start* to *stop* of *source* to *block*.
+
+        The copy runs on this thread's CUDA stream for the device.
+        """
         device = source.device
         if device.type == "cuda":
             stream = self._streams.get(device)
@@ -73,7 +81,7 @@ class DeviceReader(threading.local):
 
 
 class _Block:
-    """Host memory with the byte range that is in it or being copied to it."""
+    """Block of host memory, and the byte range of a tensor that it contains or receives."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +93,10 @@ class _Block:
         return self.source is source and self.start <= start and stop <= self.stop
 
     def fetch_bytes(self, source: DeviceMemory, start: int, stop: int) -> None:
-        """Start to copy bytes of *source* from *start*, at most up to its end."""
+        """Start to copy bytes *start* to *stop* of *source* to this block.
+
+        Bytes after the end of *source* are not copied.
+        """
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
         if len(self.view) < nbytes:
@@ -107,11 +118,11 @@ class DeviceMemory(ByteSource):
         self.device = tensor.device
 
     def view_memory(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range, copied to host memory that :class:`DeviceReader` reuses."""
+        """Copy *nbytes* at *offset* to host memory that :class:`DeviceReader` reuses later."""
         return self._reader.read(self, offset, offset + nbytes)
 
     def choose_read_size(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return the size of a block."""
+        """Return the size of a block in bytes, which does not depend on the arguments."""
         return self._reader.nbytes
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""One rank's part of a state dict: descriptions of its shards for other ranks, and their memory."""
+"""Shards of one rank's state dict, with their memory and descriptions for other ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 
 BLOCK_BYTES = 16 * MIB
-"""Bytes of a tensor that are copied at a time."""
+"""Number of bytes of a tensor that are copied at a time."""
 SMALL_TENSOR_BYTES = 64 << 10
 DENSE_FORMAT = torch.contiguous_format
 
@@ -61,12 +61,12 @@ class LocalState:
 
     @cached_property
     def packed_shards(self) -> PackedShards:
-        """Shards in the compact form that is sent to other ranks."""
+        """Compact description of the shards, as sent to other ranks."""
         return pack_shards(self.shards)
 
 
 def compute_replica_digests(state: LocalState, jobs: int) -> dict[int, int]:
-    """Compute the CRC-32 of each shard that other ranks may have too, by its index."""
+    """Compute the CRC-32 of each shard that other ranks may also have, by shard index."""
 
     def compute_crc(index: int) -> int:
         crc = 0
@@ -112,7 +112,7 @@ def build_local_state(
 
 
 def get_save_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of *tensor* in elements, as used in a save plan."""
+    """Return the strides in elements that a save plan must use for *tensor*."""
     return (
         tuple(tensor.stride())
         if is_on_host(tensor)
@@ -125,11 +125,11 @@ def _hash_content(content: bytes | memoryview) -> bytes:
 
 
 class SmallTensors(Mapping[str, bytes]):
-    """Lazily serialized contents of small regular tensors.
+    """Mapping from names of small regular tensors to their contents, serialized on first use.
 
-    Ranks may have different generator states, data-loader positions or layer statistics, and only
-    the bytes tell whether they agree. So small tensors are compared like non-tensor values, and if
-    they differ, the tensor of every rank is saved.
+    RNG states, data-loader positions or layer statistics may differ between ranks, and only a
+    comparison of their bytes shows whether they do. Small tensors are therefore compared like
+    non-tensor values. If a tensor differs, the version of every rank is saved.
     """
 
     def __init__(self, tensors: Mapping[str, RankTensor]) -> None:
@@ -173,7 +173,7 @@ def _copy_small_tensors(tensors: Mapping[str, RankTensor]) -> Iterator[tuple[str
 
 
 def select_read_tensors(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Select the tensors that a save plan reads, by their file names in the plan."""
+    """Select the tensors that a save plan reads, by the names that the plan uses for them."""
     names = {file for copy in plan.transfers for file in copy.list_files()}
     return {name: pieces[int(parse_memory_key(name))] for name in names}
 
@@ -181,7 +181,10 @@ def select_read_tensors(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[s
 def map_names_to_memory(
     plan: Plan, pieces: Sequence[torch.Tensor], execution_options: ExecutionOptions
 ) -> dict[str, Memory]:
-    """Map the file names of a plan to memory of tensors, which must outlive it."""
+    """Map the names that a save plan uses for tensors to the memory of these tensors.
+
+    The tensors must outlive the result.
+    """
     reader = DeviceReader(execution_options.compute_tile_limits().max_tile_bytes)
     return {
         name: to_memoryview(tensor) if is_on_host(tensor) else DeviceMemory(tensor, reader)
@@ -190,7 +193,7 @@ def map_names_to_memory(
 
 
 def split_into_blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Split *tensor* into views of consecutive row-major elements."""
+    """Split *tensor* into views of consecutive row-major elements of limited size."""
     if tensor.nbytes <= BLOCK_BYTES or tensor.ndim == 0:
         yield tensor
         return

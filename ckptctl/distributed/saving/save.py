@@ -1,8 +1,8 @@
-"""``ckptctl.save``: the state of all ranks as one atomically published DCP directory.
+"""Saving the state of all ranks as one atomically published DCP directory (``ckptctl.save``).
 
-If cached plans are reused, there are two exchanges: one before writing, in which the ranks agree on
-the plans, and one afterwards, in which rank 0 learns that all are done and publishes. Otherwise, an
-exchange in between makes a new plan.
+If the ranks reuse cached plans, they communicate twice. Before writing, they agree on the plans.
+After writing, rank 0 learns that all ranks have finished, and publishes the checkpoint. Without
+valid cached plans, the ranks make a new plan in an additional exchange before writing.
 """
 
 from __future__ import annotations
@@ -77,13 +77,19 @@ from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 KEY_VERSION = 1
-"""Version of the data from which the cache key of a plan is computed; raise it with that data."""
+"""Version number of the data from which cache keys of plans are computed.
+
+Increment it when that data changes.
+"""
 NO_ITEMS = RankItems((), (), (), ())
 
 
 @dataclass(slots=True)
 class CachedSavePlan:
-    """Plan that a rank has executed, reusable because file positions do not depend on values."""
+    """Plan that a rank has executed.
+
+    It can be reused, because the file positions of tensors do not depend on their elements.
+    """
 
     generation: bytes
     files: TensorFiles
@@ -92,12 +98,12 @@ class CachedSavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory size in bytes."""
+        """Approximate memory size of the plan in bytes."""
         return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
 
 
 SAVE_PLANS = PlanCache[CachedSavePlan]()
-"""Save plans of this process."""
+"""Cache of the save plans that this process has executed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +169,7 @@ def write_collectively(
 def write_rank_local(
     state: FlatState | LocalState, path: TreePath, rank: int, world: int, options: SaveOptions
 ) -> TreePath:
-    """Write this rank's state with separate metadata to *path*, without collectives."""
+    """Write this rank's state and a separate metadata file to *path*, without collectives."""
     target = RankFolderTarget(path, rank, options)
     local = build_local_state(state, trusted=options.trusted)
     global_plan = make_rank_local_plan(rank, world, local.packed_shards)
@@ -190,7 +196,7 @@ def write_rank_local(
 
 
 class CollectiveSave:
-    """Save of one checkpoint by all ranks."""
+    """Collective operation in which all ranks save one checkpoint."""
 
     _local: LocalState
     _plan_key: bytes
@@ -214,7 +220,7 @@ class CollectiveSave:
     def prepare(self, state: FlatState | StateDict | LocalState, stack: ExitStack) -> RankStatement:
         """Collect this rank's shards, and on rank 0 also prepare the destination.
 
-        Errors are kept for :meth:`require_agreement`, so that all ranks raise.
+        Errors are not raised here but in :meth:`require_agreement`, so that all ranks raise.
         """
         options = self._options
         try:
@@ -238,15 +244,16 @@ class CollectiveSave:
             return RankStatement(str(self._target), problem=to_sendable_error(error))
 
     def require_agreement(self, statements: Sequence[RankStatement]) -> None:
-        """Raise on all ranks if any failed to prepare, or if they disagree on the save."""
+        """Raise on all ranks if any rank failed to prepare, or if paths or options differ."""
         if self._error is not None:
             raise self._error
         require_agreement(statements, self._ranks.rank)
 
     def write_and_publish(self, statements: Sequence[RankStatement]) -> TreePath:
-        """Write this rank's files, and on rank 0 add the metadata and publish.
+        """Write this rank's files, and on rank 0 write the metadata and publish the checkpoint.
 
-        The ranks reuse their cached plan if all have the same one, or make a new one.
+        The ranks reuse their cached plans if these are valid on all ranks. Otherwise, they make a
+        new plan.
         """
         rank, local = self._ranks.rank, self._local
         new_generation = compute_generation(statements)
@@ -292,7 +299,7 @@ class CollectiveSave:
         )
 
         def add_replica_digests() -> PackedShards:
-            """Add digests of possible replicas to the description of this rank's shards."""
+            """Return the description of this rank's shards, with digests of possible replicas."""
             options = self._options
             if not options.compare_replicas or self._ranks.world == 1:
                 return packed
@@ -308,7 +315,7 @@ class CollectiveSave:
         return gather_and_scatter(self._ranks, add_replica_digests, plan_globally)
 
     def _describe_value(self, name: str, under: str) -> OutputTensor | Blob:
-        """Describe a value, or a small tensor that this rank stores separately."""
+        """Describe a value or small tensor *name*, which this rank writes with the name *under*."""
         rank, shards = self._ranks.rank, self._local.shards
         if name in shards.tensors:
             return make_rank_tensor(rank, under, shards.tensors[name])
@@ -338,7 +345,7 @@ def compute_plan_key(state: LocalState, ranks: RankCollectives, options: SaveOpt
 
 
 class WriteReport(NamedTuple):
-    """Report of a rank that has written its files."""
+    """Sizes and positions of the data in the files that one rank has written."""
 
     sizes: dict[str, int]
     values: list[tuple[OutputTensor | Blob, Item]]
@@ -346,6 +353,6 @@ class WriteReport(NamedTuple):
 
 
 def list_chunks_read_by_plan(plan: CachedSavePlan) -> set[int]:
-    """List the indices of the chunks that a rank writes."""
+    """List the indices of the chunks that a rank writes when it executes *plan*."""
     transfers = plan.files.plan.transfers
     return {int(parse_memory_key(file)) for copy in transfers for file in copy.list_files()}

@@ -1,4 +1,4 @@
-"""Options that all functions that save have in common."""
+"""Options that all functions for saving checkpoints have in common."""
 
 from __future__ import annotations
 
@@ -60,18 +60,21 @@ class WriterOptions(Options):
         Option("Store CRC-32 checksums in the records, as torch does. ``verify`` requires them."),
     ] = True
     beside: SidecarFiles | None = None
-    """Returns sidecar files to publish; called last, on rank 0, and only with collectives."""
+    """Function that returns sidecar files to publish.
+
+    It is called on rank 0 after all ranks have written, and only if collectives are used.
+    """
     execute: Callable[..., Execution] = execute_plan
-    """Executes a rank's plan, possibly in another process."""
+    """Function that executes a rank's plan, possibly in another process."""
     stream: Callable[..., None] = stream_plan
-    """Executes a rank's plan for a store that takes streams."""
+    """Function that executes a rank's plan for a store to which files are written as streams."""
 
     def choose_file_count(self, nbytes: int) -> int:
-        """Return the number of files for a rank's *nbytes*."""
+        """Return the number of files into which a rank divides *nbytes* of data."""
         return self.files or count_output_files(nbytes, choose_thread_count(self.jobs))
 
     def collect_sidecars(self) -> Mapping[str, bytes]:
-        """Return the contents of sidecar files to publish, by name."""
+        """Return the contents of the sidecar files to publish, by file name."""
         return self.beside() if self.beside else {}
 
 
@@ -96,4 +99,7 @@ class SaveOptions(WriterOptions):
         ),
     ] = True
     digests: Callable[[Any], Mapping[int, int]] | None = None
-    """Returns the CRC-32 of possible replicas by shard index; None computes them from memory."""
+    """Function that returns the CRC-32 of possible replicas, by shard index.
+
+    If it is None, the CRC-32 are computed from memory.
+    """

@@ -1,4 +1,4 @@
-"""Saves to a URL: ranks upload their files as streams, and the metadata comes last."""
+"""Saves to a URL, for which ranks upload their files as streams and the metadata last."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckptctl.storage.writing import (
 from ckptctl.tree import UrlPath
 
 DATA_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
-"""Names of the ranks' data files."""
+"""Pattern of the names of data files that ranks write."""
 
 
 class UrlTarget:
@@ -120,7 +120,7 @@ class UrlTarget:
         return self._objects.list_files()
 
     def _require_no_checkpoint(self, existing: Mapping[str, UploadedFile]) -> None:
-        """Raise if the target contains a checkpoint that is not replaced."""
+        """Raise if the target contains a checkpoint that the save must not replace."""
         if METADATA in existing and not self._replaces_damaged:
             raise RefusedError(
                 "the destination exists",
@@ -131,7 +131,7 @@ class UrlTarget:
     def _remove_stale_files(
         self, stale_write: LockRecord | None, existing: Mapping[str, UploadedFile]
     ) -> None:
-        """Remove files of a dead run, because the new ones may not replace all of them."""
+        """Remove files of a dead run, because the new save may not replace all of them."""
         data = [name for name in existing if DATA_FILE_PATTERN.fullmatch(name)]
         if self._replaces_damaged:
             metadata_names = [name for name in (METADATA, OBJECTS_NAME) if name in existing]
@@ -155,7 +155,7 @@ class UrlTarget:
             self._objects.abort_multipart_uploads()
 
     def _release(self) -> None:
-        """Release the lock, after removing the uploads of a failed save."""
+        """Remove the uploads if the save has failed, and then release the lock."""
         try:
             with suppress(CkptError):  # the next run removes the files and the lock
                 if self._has_begun and not self._published:
