@@ -145,8 +145,8 @@ def save_with_sidecar_files(
     """Save *state* and small files on all ranks as one directory.
 
     An existing directory at *path* is replaced. *like* is None or a directory that this function
-    wrote with the same tensors. If the file system supports hard links, the data files of *like* are
-    linked instead of written again.
+    wrote with the same tensors. If the file system supports hard links, the data files of *like*
+    are linked instead of written again.
     """
     ranks = get_rank_collectives(process_group)
     linked = run_on_rank_zero(

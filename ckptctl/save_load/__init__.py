@@ -1,1 +1,4 @@
-"""Planning of saves and loads in training, without torch; `ckptctl.distributed` executes it."""
+"""Planning of saves and loads in training, without torch.
+
+`ckptctl.distributed` executes the plans.
+"""

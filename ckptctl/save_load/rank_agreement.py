@@ -1,9 +1,9 @@
-"""Agreement of all ranks before a save or load, on its target and on cached plans.
+"""Agreement of all ranks, before a save or load, on its target and on cached plans.
 
-A cached plan is reused only if all ranks made their plans in the same round of planning (the plans
-have the same *generation*) and no rank's shards have changed. The ranks find this out in one
-exchange. If any rank has changed, all ranks plan again. Shards alone do not identify a plan: two
-process groups with the same boxes can plan differently.
+Cached plans are reused only if all ranks made them in the same round of planning, which means that
+the plans have the same *generation*, and if no rank's shards have changed. The ranks determine this
+in one exchange. If the shards of any rank have changed, all ranks plan again. Shards alone do not
+identify a plan, because two process groups with the same boxes can plan differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptctl.save_load.saving.local_shards import DIGEST_BYTES, is_still_equal
 
 
 class RankStatement(NamedTuple):
-    """The statement of one rank before a save or a load.
+    """Information that a rank sends to all other ranks before a save or a load.
 
     Attributes:
         target: Destination of the save, or checkpoint to load.
@@ -40,7 +40,7 @@ class RankStatement(NamedTuple):
 
 
 def make_nonce() -> bytes:
-    """Return random bytes that identify this call."""
+    """Return random bytes that identify one call of a save or a load."""
     return os.urandom(16)
 
 

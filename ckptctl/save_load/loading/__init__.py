@@ -1,1 +1,1 @@
-"""Loads of any checkpoint into a state dict: mapping, checks, read plans, key comparison."""
+"""Planning of loads, which maps, checks and compares the keys of checkpoints and states."""

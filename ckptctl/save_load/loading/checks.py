@@ -30,7 +30,7 @@ def require_complete_tensors(tensors: Mapping[str, ComposedTensor]) -> None:
 
 
 def require_boxes_covered(entry: TensorEntry, targets: Iterable[MemoryBox]) -> None:
-    """Raise unless the extents of *entry* cover every element of the target boxes exactly once."""
+    """Raise unless the extents of *entry* cover each element of the boxes in *targets* once."""
     for target in targets:
         clipped: list[Extent] = []
         for extent in entry.extents:
@@ -47,7 +47,7 @@ def require_boxes_covered(entry: TensorEntry, targets: Iterable[MemoryBox]) -> N
 def require_same_shapes(
     tensors: Mapping[str, ComposedTensor], requested: Mapping[str, RequestedTensor]
 ) -> None:
-    """Raise unless the state's tensors have the shapes of the mapped checkpoint tensors."""
+    """Raise unless the requested tensors have the same shapes as the mapped checkpoint tensors."""
     wrong = [
         n for n, tensor in requested.items() if n in tensors and tensors[n].shape != tensor.shape
     ]
@@ -69,7 +69,7 @@ def require_same_shapes(
 def find_casts(
     mapping: StateMapping, requested: Mapping[str, RequestedTensor], is_allowed: bool
 ) -> dict[str, tuple[str, str]]:
-    """Map the names of tensors whose dtype changes to the old and the new dtype.
+    """Map the name of each tensor to be cast to its dtypes in the checkpoint and in the state.
 
     Raises:
         MappingError: A cast is not allowed, or would ignore the scales of quantized weights.
@@ -132,7 +132,10 @@ def _require_unquantized(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 
 def require_nothing_lost(mapping: StateMapping) -> None:
-    """Read data that the mapping drops as redundant, and raise if it is not redundant."""
+    """Raise if data that the mapping drops as redundant is not redundant.
+
+    The dropped data is read and compared for this check.
+    """
     names = dict.fromkeys(key for redundant in mapping.redundant for key in redundant.keys)
     catalog = locate_tensors(mapping.catalog, names)
     with open_catalog_reader(catalog) as files:

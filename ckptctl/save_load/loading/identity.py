@@ -1,4 +1,4 @@
-"""The identity of a checkpoint's files, and the fingerprint that ranks compare."""
+"""Identities of a checkpoint's files, and fingerprints of checkpoints that ranks compare."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Stamp = tuple[str, FileIdentity]
 SAMPLE_COUNT = 16
 SAMPLE_BYTES = 256
 SHOWN_ID_CHARACTERS = 12
-"""Characters of an ID shown in messages."""
+"""Number of characters of an ID that messages show."""
 
 
 class _TooManyFilesError(Exception):
-    """Error for a folder with too many files to compute an identity."""
+    """Error for a folder that contains too many files to compute an identity."""
 
 
 def compute_identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
@@ -41,8 +41,8 @@ def compute_identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
     index in the same way (``Documentation/technical/racy-git.adoc``).
 
     Args:
-        paths: Directories, which stand for all their contents, and files, which stand for all files
-            of their directory. Elements that are None are ignored.
+        paths: Directories and files. All files below a directory are included, and for a file, all
+            files in its directory. Elements that are None are ignored.
 
     Returns:
         A digest, or None if there is no reliable identity, for example for URLs.
@@ -72,7 +72,7 @@ def _list_stamps(path: Path) -> Iterator[Stamp]:
 
 
 def _iterate_tree(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
-    """Yield the stamps of all files below *folder*, following symbolic links."""
+    """Yield the path and file identity of every file below *folder*, following symbolic links."""
     status = folder.stat()
     if (status.st_dev, status.st_ino) in seen:
         return
@@ -86,7 +86,7 @@ def _iterate_tree(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
 
 
 def _iterate_siblings(path: Path) -> Iterator[Stamp]:
-    """Yield the stamps of a file and of the files in its directory."""
+    """Yield the path and file identity of *path* and of all files in its directory."""
     yield str(path), FileIdentity.from_stat(path.stat())
     with os.scandir(path.parent) as entries:
         yield from (_make_stamp(entry) for entry in entries if not entry.is_dir())
@@ -149,7 +149,10 @@ def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
 
 
 def _digest_content(catalog: Catalog) -> bytes:
-    """Compute a digest of the index and samples of the data, for a checkpoint without an ID."""
+    """Compute a digest of the tensor index and of samples of the data.
+
+    It identifies a checkpoint that has no save ID.
+    """
     tensors = [
         (
             name,
@@ -169,7 +172,10 @@ def _digest_content(catalog: Catalog) -> bytes:
 
 
 def _list_samples(catalog: Catalog, files: SourceFiles) -> Iterator[tuple[str, int, int]]:
-    """Yield the byte ranges to compare, those of the manifest or samples of the data."""
+    """Yield the file, offset and size in bytes of each sample to compare.
+
+    If the checkpoint has a manifest, the manifest is the only sample.
+    """
     if (files.root / MANIFEST).is_file():
         yield MANIFEST, 0, files.size(MANIFEST)
         return

@@ -1,4 +1,4 @@
-"""Missing and unexpected keys: comparison of the keys of a checkpoint and a state."""
+"""Comparison of the keys of a checkpoint and a state, to find missing and unexpected keys."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_load_report(
 
 
 def apply_strictness(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
-    """Return *report* with only those missing and unexpected keys that are errors with *strict*."""
+    """Return *report* without missing and unexpected keys that *strict* does not reject."""
     if strict is True or not (report.missing or report.unexpected):
         return report
     if not strict:
@@ -148,7 +148,7 @@ def compare_keys(
 
 
 def _is_in_meta_file(catalog: Catalog, name: str) -> bool:
-    """Return whether a value of a DCP checkpoint is stored in ``meta.pt`` next to it."""
+    """Return whether a value is stored in ``meta.pt``, next to the files of a DCP checkpoint."""
     if blob := catalog.blobs.get(name):
         return blob.file is None
     file_names = {extent.file for extent in catalog.tensors[name].extents}
@@ -160,7 +160,7 @@ def _is_in_meta_file(catalog: Catalog, name: str) -> bool:
 def require_same_kinds(
     mapping: StateMapping, tensors: Collection[str], values: Collection[str]
 ) -> None:
-    """Raise if a key is a tensor on one side and not a tensor on the other."""
+    """Raise if a key is a tensor in the checkpoint but not in the state, or vice versa."""
     offered, blobs = mapping.tensors, mapping.catalog.blobs
     state_tensors = [
         name for name in tensors if name not in offered and find_stored_name(mapping, name, 0)
@@ -192,7 +192,7 @@ def find_stored_name(
     values: Collection[str] = (),
     rank_keys: Collection[str] = (),
 ) -> str | None:
-    """Return the key of a non-tensor value in the checkpoint, or None if it has none.
+    """Return the checkpoint's key for a non-tensor value of the state, or None if it has none.
 
     Args:
         mapping: Mapping from the checkpoint to the state.
@@ -215,12 +215,12 @@ def find_stored_name(
 def with_rank_tensors(
     mapping: StateMapping, unsharded: Collection[str], rank: int, state: Collection[str]
 ) -> StateMapping:
-    """Return *mapping* with tensors replaced by the versions that one rank saved.
+    """Return a copy of *mapping* that reads the versions of tensors that one rank saved.
 
     Args:
         mapping: Mapping from the checkpoint to the state.
         unsharded: Tensors of the state that are not sharded across ranks.
-        rank: Rank whose versions are returned.
+        rank: Rank whose versions of the tensors are read.
         state: All keys of the state, which do not count as per-rank keys of other tensors.
     """
     rank_keys = list_rank_keys(mapping.catalog) if rank else ()
@@ -266,8 +266,8 @@ def list_rank_keys(catalog: Catalog) -> set[str]:
     """List the per-rank keys of a checkpoint, such as ``rank_1.name``.
 
     The value of the lowest rank keeps its key, so the shared key always exists, and rank 0 never
-    has per-rank keys. A user's state may also contain a ``rank_1``. If any key below ``rank_1``
-    cannot be a per-rank version of a shared key, all keys below it are the user's.
+    has per-rank keys. The state of a user may also contain a key ``rank_1``. If any key below
+    ``rank_1`` cannot be a per-rank version of a shared key, all keys below it belong to the user.
     """
     matched = ((name, RANK_KEY.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
     candidates = [(name, match["rank"], match["name"]) for name, match in matched if match]
@@ -292,5 +292,5 @@ def _get_container(keys: Keys) -> str:
 
 
 def _get_head(keys: Keys) -> str:
-    """Return the first name of a path, up to the first dot."""
+    """Return the first key of a path, up to its first dot."""
     return str(keys[0]).partition(".")[0]

@@ -1,4 +1,4 @@
-"""The options of a load, and its report."""
+"""Options of a load, and the report that a load returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from ckptctl.storage.outcome import OutOfRange, require_in_range
 from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
-"""Keys that must match: all (True), none (False), the model's keys, or the state's keys."""
+"""Keys that must match in the checkpoint and the state.
+
+These are all keys (True), no keys (False), the model's keys, or the state's keys.
+"""
 Rename = Mapping[str, str] | Callable[[str], str]
 """Mapping or function from keys of a checkpoint to new keys."""
 
@@ -97,7 +100,7 @@ class LoadOptions(Options):
 
     @property
     def mapping(self) -> MappingRequest:
-        """The options that concern keys and layouts of the checkpoint and the state."""
+        """Options that concern the mapping of keys and layouts from the checkpoint to the state."""
         return MappingRequest(
             source=ModelRequest(self.model_type, self.from_layout, self.root, self.sizes),
             state=ModelRequest(layout=self.layout),
@@ -108,7 +111,10 @@ class LoadOptions(Options):
         )
 
     def open_catalog(self, path: str | TreePath) -> Catalog:
-        """Open the index of the checkpoint at *path*, with keys renamed and tensors dequantized."""
+        """Open the index of the checkpoint at *path*.
+
+        Keys are renamed and quantized tensors are dequantized if the options request it.
+        """
         catalog = open_source(path, self)
         if self.rename is not None:
             catalog = rename_keys(catalog, self.rename)
@@ -120,7 +126,10 @@ class LoadOptions(Options):
             )
 
     def require_in_range(self, out_of_range: Mapping[str, OutOfRange]) -> None:
-        """Raise if elements became infinite, NaN or saturated, unless ``allow_overflow`` is set."""
+        """Raise if a cast made elements infinite, NaN or saturated, unless this is allowed.
+
+        The option ``allow_overflow`` allows it.
+        """
         if not self.allow_overflow:
             require_in_range(out_of_range, "pass `allow_overflow=True` to load them anyway")
 
@@ -169,7 +178,7 @@ class LoadReport:
 
 
 def rename_keys(catalog: Catalog, rename: Rename) -> Catalog:
-    """Return *catalog* with the user's keys for its tensors and other values.
+    """Return a copy of *catalog* whose tensors and values have the keys that *rename* gives.
 
     Raises:
         MappingError: A key is not in the checkpoint, or two keys get the same new key.

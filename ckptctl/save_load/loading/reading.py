@@ -1,8 +1,8 @@
-"""The plan of a load, which reads tensors from a checkpoint of any format into memory.
+"""Planning of reads from a checkpoint of any format into the memory of tensors.
 
 Requested tensors have names, dtypes, shapes and boxes in this process's memory. They are filled by
-the same transfers as in a conversion, renamed and reordered if the layout of the checkpoint
-differs. torch is not used here: plans refer to memory by name.
+the same transfers as in a conversion, which rename and reorder data if the layout of the checkpoint
+differs. This module does not use torch, because plans refer to memory by name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptctl.storage.execution.executor import execute_plan
 
 
 class RequestedBox(NamedTuple):
-    """A box to read in row-major order, with the dtype and shape of its tensor."""
+    """Box of a tensor to read in row-major order, and the dtype and shape of that tensor."""
 
     name: str
     dtype: str
@@ -52,23 +52,27 @@ class RequestedBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedRead:
-    """Tensors whose shapes, dtypes and coverage are checked, but whose data is not located yet."""
+    """Mapping whose shapes, dtypes and coverage are checked, and from which reads are planned."""
 
     mapping: StateMapping
     cast: Mapping[str, tuple[str, str]]
 
     def plan_tensors(self, requested: Mapping[str, RequestedTensor]) -> Plan:
-        """Plan the reads of *requested*, in the order of the data in the files."""
+        """Plan the reads of *requested* in the order in which files store the data."""
         return self.plan_located_tensors(requested, self.locate_tensors(requested))
 
     def locate_tensors(self, requested: Mapping[str, RequestedTensor]) -> Mapping[str, TensorEntry]:
-        """Return the tensors of the checkpoint to read, with file positions for their extents."""
+        """Find the file positions of the checkpoint tensors that *requested* needs.
+
+        Returns:
+            Tensors of the checkpoint with located extents, by key.
+        """
         return _locate_entries(self.mapping, self._choose_tensors(requested), requested)
 
     def plan_located_tensors(
         self, requested: Mapping[str, RequestedTensor], entries: Mapping[str, TensorEntry]
     ) -> Plan:
-        """Plan the reads of *requested* from located *entries*."""
+        """Plan the reads of *requested* from checkpoint tensors with known file positions."""
         catalog = self.mapping.catalog
         chosen = self._choose_tensors(requested)
         chosen_tensors = {name: requested[name] for name in chosen}
@@ -77,7 +81,7 @@ class PreparedRead:
         return replace(plan, transfers=tuple(sorted(plan.transfers, key=_find_first_position)))
 
     def plan_file(self, target: Path, output: OutputLayout, kinds: Mapping[str, str]) -> Plan:
-        """Plan the reads into a single file whose tensors have the dtypes *kinds*."""
+        """Plan to read all tensors into a single file, with dtypes by tensor name in *kinds*."""
         catalog = self.mapping.catalog
         plan = _make_plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
         return replace(plan, target=target, single_file=True)
@@ -85,7 +89,7 @@ class PreparedRead:
     def _choose_tensors(
         self, requested: Mapping[str, RequestedTensor]
     ) -> dict[str, ComposedTensor]:
-        """Return the requested tensors that the checkpoint has and that have memory."""
+        """Select the requested tensors that the checkpoint contains and that have target memory."""
         composed = self.mapping.tensors
         return {
             name: composed[name]
@@ -94,7 +98,7 @@ class PreparedRead:
         }
 
     def with_catalog(self, catalog: Catalog) -> PreparedRead:
-        """Return a copy that reads from another checkpoint with the same index."""
+        """Return a copy that reads from *catalog*, a checkpoint with the same index."""
         old_catalog = self.mapping.catalog
         moved = replace(
             old_catalog,
@@ -109,7 +113,7 @@ class PreparedRead:
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 
     def plan_boxes(self, boxes: Sequence[RequestedBox]) -> Plan:
-        """Plan the reads of *boxes* into one buffer each, as :func:`fill_buffers` takes them."""
+        """Plan to read every box into a separate buffer, which :func:`fill_buffers` fills."""
         targets: dict[str, list[MemoryBox]] = {}
         for number, box in enumerate(boxes):
             target = MemoryBox(box.box, str(number), compute_row_major_strides(box.box.sizes))
@@ -124,7 +128,7 @@ class PreparedRead:
 
 
 def fill_buffers(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
-    """Execute *plan*, which refers to *buffers* by their numbers."""
+    """Execute *plan* from :meth:`PreparedRead.plan_boxes`, filling one of *buffers* per box."""
     memory = {build_memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
     options = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
     return execute_plan(plan, Path(plan.source_root), options, lambda _: None, memory=memory)
@@ -133,7 +137,7 @@ def fill_buffers(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = No
 def has_same_index(catalog: Catalog, other_catalog: Catalog) -> bool:
     """Return whether two checkpoints have the same tensors, values and metadata.
 
-    Always False if a checkpoint has virtual files, which are computed from real ones.
+    The result is False if either checkpoint has virtual files, which are computed from real files.
     """
     if catalog.computed or other_catalog.computed:
         return False
@@ -153,7 +157,7 @@ def has_same_index(catalog: Catalog, other_catalog: Catalog) -> bool:
 def has_same_locations(
     entries: Mapping[str, TensorEntry], other_entries: Mapping[str, TensorEntry], checksum: bool
 ) -> bool:
-    """Return whether located tensors have the same positions in the same files."""
+    """Return whether tensors of two checkpoints have the same positions in the same files."""
     if checksum:
         return entries == other_entries
     return entries.keys() == other_entries.keys() and all(
@@ -206,7 +210,7 @@ def _locate_entries(
     tensors: Mapping[str, ComposedTensor],
     requested: Mapping[str, RequestedTensor],
 ) -> Mapping[str, TensorEntry]:
-    """Return the entries to read, with only the extents that overlap requested boxes."""
+    """Locate the checkpoint tensors to read, with only the extents that overlap requested boxes."""
     entries = mapping.catalog.tensors
     located: dict[str, TensorEntry] = {}
     for name, composed in tensors.items():
@@ -256,7 +260,7 @@ def _make_plan(
 
 
 def _make_output(requested: Mapping[str, RequestedTensor]) -> OutputLayout:
-    """Describe memory as the files of an output, with one record for each box."""
+    """Describe the target memory as output files, with one record for each requested box."""
     records: list[Record] = []
     boxes: dict[str, tuple[TensorPlace, ...]] = {}
     for name, tensor in requested.items():
@@ -270,7 +274,7 @@ def _make_output(requested: Mapping[str, RequestedTensor]) -> OutputLayout:
 
 
 def _find_first_position(copy: Transfer) -> tuple[str, int]:
-    """Return the file and offset where a transfer begins to read."""
+    """Return the file and the byte offset at which a transfer begins to read."""
     ranges = (
         byte_range
         for entry in copy.iterate_stored_tensors()

@@ -33,7 +33,7 @@ STATE = "the state"
 
 
 class MemoryBox(NamedTuple):
-    """A box of a tensor in memory."""
+    """Box of a tensor, and the name and strides of the memory that contains the box."""
 
     box: Box
     memory: str  # name of the memory in the plan
@@ -42,7 +42,7 @@ class MemoryBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestedTensor:
-    """A tensor of the state to fill."""
+    """Tensor of the state to fill, with the boxes of it that are in memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class RequestedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateMapping:
-    """Mapping from a checkpoint to a state."""
+    """Mapping from the tensors of a checkpoint to the tensors of a state dict."""
 
     catalog: Catalog  # the checkpoint, including computed tensors
     # By name in the state. The source keys are keys of the checkpoint.
@@ -127,9 +127,9 @@ def recognize_source_model(catalog: Catalog, request: MappingRequest) -> Model:
 def map_model(
     model: Model, change: LayoutChange, prefix: str = "", outside: Sequence[str] = ()
 ) -> StateMapping:
-    """Map the tensors of a model with the layout change *change*, to names below *prefix*.
+    """Map the tensors of a model to names below *prefix*, converted by *change*.
 
-    Keys *outside* of the model, such as optimizer state, are renamed in the same way.
+    Keys in *outside*, such as those of optimizer state, are renamed like the keys of the model.
     """
     root = model.root
     rest = map_training_state(model.catalog, outside, root, change)
@@ -165,7 +165,7 @@ def map_model(
 
 
 def map_by_name(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
-    """Map every tensor to the same name, with *prefix* instead of *root*."""
+    """Map every tensor to its own name, in which *prefix* replaces the prefix *root*."""
     tensors = (
         ComposedTensor.from_unchanged(name, replace_prefix(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
@@ -176,7 +176,7 @@ def map_by_name(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapp
 def _map_by_best_prefix(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Map tensors by name, with the pair of prefixes for which most names match."""
+    """Map tensors by name, with the two prefixes for which most names and shapes match."""
     sources = _list_prefixes(catalog, request.source.root)
     targets = _list_prefixes(_make_state_catalog(state), request.state.root)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
@@ -190,7 +190,7 @@ def _list_prefixes(catalog: Catalog, root: str | None) -> list[str]:
 def _count_matches(
     catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str
 ) -> int:
-    """Count the names and the shapes that match the state if *prefix* replaces *root*."""
+    """Count how many names and shapes match the state if *prefix* replaces *root*."""
     return sum(
         1 + (state[state_name].shape == entry.shape)
         for name, entry in catalog.tensors.items()
@@ -199,13 +199,16 @@ def _count_matches(
 
 
 def replace_prefix(name: str, root: str, prefix: str) -> str:
-    """Return *name* with *prefix* instead of *root*."""
+    """Return *name* with its prefix *root* replaced by *prefix*.
+
+    A name that does not begin with *root*, or is equal to it, is returned unchanged.
+    """
     is_below_root = name.startswith(root) and name != root
     return prefix + name.removeprefix(root) if is_below_root else name
 
 
 def _make_state_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
-    """Build a catalog of the state, so that its model can be detected."""
+    """Build a catalog of the tensors in *state*, from which their model can be detected."""
     tensors = {}
     for name, leaf in state.items():
         extent = Extent(Box.whole(leaf.shape), STATE, 0, 0)
@@ -219,7 +222,7 @@ def _make_state_catalog(state: Mapping[str, TensorMeta]) -> Catalog:
 def _change_layout(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Map the model to the layout of *state*, and rename state outside of it to match."""
+    """Map the model to the layout of *state*, and rename keys outside of the model to match."""
     model = recognize_source_model(catalog, request)
     state_model = _recognize_state_model(state, model, request)
     if model.model_type is None:
@@ -238,7 +241,7 @@ def _change_layout(
 def _recognize_state_model(
     state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
 ) -> Model:
-    """Detect the model and layout of the state, first with the checkpoint's model type."""
+    """Detect the model and layout of *state*, preferably with the checkpoint's model type."""
     state_catalog, given_model_type = _make_state_catalog(state), request.source.model_type
     state_request = replace(request.state, model_type=given_model_type or model.model_type)
     try:
@@ -268,7 +271,10 @@ def _recognize_state_model(
 def _compute_layout_change(
     model: Model, state_model: Model, names: AbstractSet[str], request: MappingRequest
 ) -> LayoutChange:
-    """Compute the change of layout, which unties tied tensors if the state has both of them."""
+    """Compute the layout change from the checkpoint to the state.
+
+    Tied tensors are untied if the state contains both of them.
+    """
     layout_request = LayoutRequest(
         state_model.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )

@@ -1,1 +1,1 @@
-"""Saves of the shards of all ranks as one DCP directory."""
+"""Planning of saves that write the shards of all ranks to one DCP directory."""

@@ -1,8 +1,8 @@
-"""The global plan of a save: the boxes and values that each rank writes.
+"""Global plans of saves, which assign all boxes and values to the ranks that write them.
 
-Tensors that are sharded in the same way are planned together: only for one of them, the boxes are
-checked against the shape, and the ranks that have each box are collected. Thus a plan for 2,048
-ranks and thousands of tensors takes seconds.
+Tensors that are sharded in the same way are planned together. The boxes are checked against the
+shape, and the ranks that have each box are collected, for only one of these tensors. Making a plan
+for 2,048 ranks and thousands of tensors thus takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckptctl.save_load.saving.local_shards import (
 from ckptctl.storage.threads import pause_gc
 
 BoxPositions = Sequence[int]
-"""For each rank that has a box, the position of the box among the rank's boxes of the tensor."""
+"""Index of a box among the boxes of its tensor on a rank, for each rank that has the box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def make_global_plan(packed_by_rank: Sequence[PackedShards]) -> GlobalPlan:
 
 
 def make_rank_local_plan(rank: int, world: int, packed: PackedShards) -> GlobalPlan:
-    """Plan that *rank* writes all its shards, independently of the other ranks."""
+    """Make a plan in which *rank* writes all of its shards, independently of other ranks."""
     assert packed.structure
     metas = packed.structure.tensors
     boxes = [packed.box_sets[index] for index in packed.unpack_indices()]
@@ -120,7 +120,7 @@ def make_rank_local_plan(rank: int, world: int, packed: PackedShards) -> GlobalP
 
 
 def make_output_tensor(name: str, meta: TensorMeta) -> OutputTensor:
-    """Return the output tensor of a tensor's metadata."""
+    """Convert the metadata of tensor *name* to a description of the tensor to write."""
     return OutputTensor(name, meta.dtype, meta.shape, meta.path, requires_grad=meta.requires_grad)
 
 
@@ -161,7 +161,7 @@ def require_equal_replicas(
 ) -> None:
     """Raise if replicas of a shard differ between ranks, because only one replica is written.
 
-    Ranks with the same shards and digests are checked once.
+    Ranks with the same shards and the same digests are checked only once.
     """
     first: dict[tuple[str, Box], tuple[int, int]] = {}
     seen: set[object] = set()
@@ -211,7 +211,7 @@ def _differing_replicas_error(
 
 @dataclass(slots=True)
 class ShardPattern:
-    """The boxes of a tensor and the ranks that have each box."""
+    """Boxes into which a tensor is sharded, and the ranks that have each box."""
 
     boxes: list[Box]
     ranks: list[tuple[int, ...]]
@@ -225,7 +225,12 @@ def make_box_tables(
     structures: Mapping[bytes, SharedStructure],
     metas: Mapping[str, TensorMeta],
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Return for each rank, by tensor, the index of its set of boxes and of its first chunk."""
+    """Look up the boxes and chunks of every tensor on every rank.
+
+    Returns:
+        For each rank and tensor, the index of the tensor's set of boxes (-1 if the rank does not
+        have the tensor), and the index of the tensor's first chunk.
+    """
     order = {name: index for index, name in enumerate(metas)}
     places = {key: [order[n] for n in shared.tensors] for key, shared in structures.items()}
     rows: list[Sequence[int]] = []
@@ -246,7 +251,10 @@ def find_sharding_patterns(
     rows: Sequence[Sequence[int]],
     packed_by_rank: Sequence[PackedShards],
 ) -> list[ShardPattern]:
-    """Return the sharding pattern of each tensor, shared by tensors with the same sharding."""
+    """Find the sharding pattern of each tensor.
+
+    Tensors that are sharded in the same way share one pattern object.
+    """
     pattern_by_key: dict[tuple[object, ...], ShardPattern] = {}
     patterns: list[ShardPattern] = []
     for (name, meta), column in zip(metas.items(), zip(*rows, strict=True), strict=True):
@@ -276,7 +284,7 @@ def _make_pattern(column: Sequence[int], packed_by_rank: Sequence[PackedShards])
 def split_shared_boxes(
     metas: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
 ) -> None:
-    """Split replicated boxes into parts of about *limit* bytes."""
+    """Split replicated boxes in *patterns* in place, into boxes of about *limit* bytes."""
     done: set[int] = set()
     for meta, pattern in zip(metas.values(), patterns, strict=True):
         if pattern.sole_holders is not None or id(pattern) in done:
@@ -307,7 +315,10 @@ def choose_writers(
     ranks: int,
     lowest: Collection[str] = (),
 ) -> tuple[list[Sequence[int]], bool]:
-    """Return for each tensor the ranks that write its boxes, and whether the load is balanced.
+    """Choose, for each box of each tensor, the rank that writes it.
+
+    Returns:
+        For each tensor, the writers of its boxes, and whether the written bytes are balanced.
 
     The load also counts as balanced if splitting boxes cannot help, because no other rank has the
     boxes of the rank with the highest load.
@@ -343,7 +354,11 @@ def list_written_chunks(
     writers: Sequence[Sequence[int]],
     starts: Sequence[Sequence[int]],
 ) -> tuple[list[Sequence[int]], list[dict[int, Box]]]:
-    """List for each rank the indices of the chunks to write, and the boxes of partial chunks."""
+    """List the chunks that each rank writes.
+
+    Returns:
+        For each rank, the indices of the chunks, and the boxes of chunks that it writes partly.
+    """
     chunks = [array("I") for _ in starts]
     parts: list[dict[int, Box]] = [{} for _ in starts]
     for tensor, (pattern, ranks) in enumerate(zip(patterns, writers, strict=True)):

@@ -1,4 +1,4 @@
-"""The local shards and values of a rank, packed so that thousands of ranks can exchange them.
+"""Descriptions of a rank's shards and values, packed for exchange by thousands of ranks.
 
 Ranks that shard the same model have the same names, shapes and paths, so only the lowest of these
 ranks sends them (:class:`SharedStructure`). Tensors of the same shape have the same boxes on a
@@ -28,14 +28,14 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import add_rank_prefix, join_path
 
 DIGEST_BYTES = 16
-"""Size of a digest of a value or structure, in bytes."""
+"""Size in bytes of the digest of a value or a structure."""
 Boxes = tuple[Box, ...]
 Groups = Mapping[int, Sequence[str]]
-"""Names of the values of each group."""
+"""Mapping from a group number to the names of the values in that group."""
 
 
 class TensorMeta(NamedTuple):
-    """The metadata of a tensor, the same on every rank."""
+    """Metadata of a global tensor, which is the same on every rank."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorMeta(NamedTuple):
 
 
 class LocalChunk(NamedTuple):
-    """A box of a tensor in a rank's memory."""
+    """Box of a tensor, given by offsets and sizes, that is in a rank's memory."""
 
     name: str
     offsets: tuple[int, ...]
@@ -53,7 +53,7 @@ class LocalChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The shards and values in one rank's memory."""
+    """Description of the shards and values in one rank's memory."""
 
     tensors: Mapping[str, TensorMeta]
     chunks: Sequence[LocalChunk]  # boxes in memory, in the order of the tensors
@@ -72,18 +72,18 @@ class SharedStructure:
 
     @property
     def compared_names(self) -> set[str]:
-        """Names of the tensors that may differ between ranks."""
+        """Names of the small tensors that may differ between ranks and are compared."""
         return {name for name in self.paths if name in self.tensors}
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the ordered tensors and paths."""
+        """Digest of the tensors and paths, which depends on their order."""
         return compute_digest((list(self.tensors.items()), list(self.paths.items())))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShards:
-    """A :class:`LocalShards` packed for exchange with other ranks."""
+    """Compact form of :class:`LocalShards` for exchange with other ranks."""
 
     identity: bytes
     structure: SharedStructure | None  # None if a lower rank sends an equal one
@@ -95,12 +95,12 @@ class PackedShards:
 
     @property
     def sharding(self) -> tuple[object, ...]:
-        """Everything except the values, for comparison."""
+        """Names, metadata and boxes of the tensors, in a form that can be compared."""
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.box_sets]
         return self.identity, boxes, self.box_set_indices
 
     def with_replicas(self, digests: Mapping[int, int]) -> PackedShards:
-        """Return a copy with the CRC-32 of replicated shards, by shard index."""
+        """Return a copy that contains *digests*, the CRC-32 of replicated shards by index."""
         numbers = array("I", [*digests, *digests.values()])
         return replace(self, replicas=zlib.compress(numbers.tobytes(), 1) if digests else b"")
 
@@ -115,7 +115,7 @@ class PackedShards:
         return replace(self, structure=None)
 
     def unpack_indices(self) -> Sequence[int]:
-        """Unpack the index of each tensor's set of boxes."""
+        """Unpack, for each tensor, the index of its set of boxes in :attr:`box_sets`."""
         return array("I", zlib.decompress(self.box_set_indices))
 
 
@@ -208,7 +208,7 @@ def assign_values_to_ranks(
 
 
 def _require_unused_names(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
-    """Raise if a value's per-rank name is already the name of another value."""
+    """Raise if the per-rank name of a value is already the name of another value."""
     for rank, written_names in enumerate(written):
         taken = [
             written_name
@@ -224,12 +224,15 @@ def _require_unused_names(names: Collection[str], written: Sequence[Mapping[str,
 
 
 def get_written_path(rank: int, name: str, written_name: str, paths: Mapping[str, Path]) -> Path:
-    """Return the keys of a value under the name that it is written under."""
+    """Return the path of a value in the checkpoint.
+
+    If the value is written with a per-rank name, the path begins with ``rank_N``.
+    """
     return paths[name] if written_name == name else add_rank_prefix(rank, paths[name])
 
 
 def make_rank_tensor(rank: int, written_name: str, meta: TensorMeta) -> OutputTensor:
-    """Return the output tensor for *rank*'s version of a tensor that differs between ranks."""
+    """Describe the output tensor for *rank*'s version of a tensor that differs between ranks."""
     path = add_rank_prefix(rank, meta.path)
     return OutputTensor(
         written_name, meta.dtype, meta.shape, path, requires_grad=meta.requires_grad
@@ -263,7 +266,7 @@ def _compute_groups(
 
 
 def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
-    """Unpack the groups of a rank's values, as names by group number."""
+    """Unpack the group number of each value, and return the names of values by group."""
     numbers = array("i", zlib.decompress(groups)) if groups else array("i")
     by_number: dict[int, list[str]] = {}
     for name, number in sorted(zip(names, numbers, strict=True)):
@@ -272,7 +275,7 @@ def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
 
 
 def compute_group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Compute one digest per group."""
+    """Compute one digest per group from the digests of the values in the group."""
     return {
         number: hashlib.blake2b(
             b"".join([values[name] for name in names]), digest_size=DIGEST_BYTES
@@ -282,7 +285,7 @@ def compute_group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[i
 
 
 def is_still_equal(digests_by_rank: Sequence[Mapping[int, bytes]]) -> bool:
-    """Return whether all values that were equal on all ranks still are."""
+    """Return whether all values that were equal on all ranks are still equal."""
     first: dict[int, bytes] = {}
     return all(
         number < 0 or first.setdefault(number, group_digest) == group_digest
@@ -294,7 +297,7 @@ def is_still_equal(digests_by_rank: Sequence[Mapping[int, bytes]]) -> bool:
 def choose_values_to_write(
     rank: int, groups: Groups, shards: LocalShards, digests_by_rank: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
-    """Map the names of the values that *rank* writes to the names in the checkpoint."""
+    """Choose the values that *rank* writes, and map their names to names in the checkpoint."""
     written_names: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(digests_by_rank) if number in digests)

@@ -1,4 +1,4 @@
-"""The files of each rank in a DCP directory, and the metadata.
+"""Layout of the files of each rank in a DCP directory, and encoding of the metadata.
 
 Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans the
 save (:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
@@ -33,12 +33,12 @@ from ckptctl.save_load.saving.local_shards import LocalChunk, LocalShards
 from ckptctl.storage.threads import pause_gc
 
 FileCount = Callable[[int], int]
-"""Function that returns the number of files for a rank's bytes."""
+"""Function that returns the number of files into which a rank divides a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """Positions in files of the boxes that a rank writes, in the order of the rank's share."""
+    """File positions of the boxes that a rank writes, in the order of the rank's share."""
 
     files: tuple[str, ...]
     file: Sequence[int]  # for each item, the index into *files*
@@ -52,7 +52,7 @@ class RankItems:
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """The tensors of one rank in its files."""
+    """Write plan for the tensors of one rank, and the file positions of their boxes."""
 
     plan: Plan
     items: RankItems
@@ -60,7 +60,7 @@ class TensorFiles:
 
 @dataclass(frozen=True, slots=True)
 class RankOutput:
-    """The files of one rank."""
+    """Write plan for all files of one rank, with the positions of tensors and values."""
 
     plan: Plan
     tensors: TensorFiles
@@ -68,7 +68,7 @@ class RankOutput:
 
 
 class WrittenBox(NamedTuple):
-    """A chunk or a part of it that a rank writes as one item."""
+    """Box that a rank writes as one item, and the index of the chunk that contains it."""
 
     chunk: int
     box: Box
@@ -81,7 +81,7 @@ def lay_out_tensors(
     strides: Sequence[tuple[int, ...]],
     file_count: FileCount = lambda _: 1,
 ) -> TensorFiles:
-    """Lay out the tensors of *rank* in its files.
+    """Assign the tensors that *rank* writes to files and byte offsets.
 
     Args:
         rank: Rank that writes the files.
@@ -173,7 +173,7 @@ def _make_transfer(
 def append_values(
     rank: int, files: TensorFiles, written_names: Mapping[str, str], values: Mapping[str, bytes]
 ) -> RankOutput:
-    """Append the non-tensor values to the rank's first file."""
+    """Append the non-tensor values of *rank* to the first of its files."""
     if not written_names:
         return RankOutput(files.plan, files, {})
     first_file = files.plan.files[0] if files.plan.files else None
@@ -203,7 +203,7 @@ def lay_out_rank_files(
     values: Mapping[str, bytes],
     file_count: FileCount,
 ) -> RankOutput:
-    """Lay out all files of *rank*, with tensors and values."""
+    """Assign all tensors and values that *rank* writes to files and byte offsets."""
     files = lay_out_tensors(rank, shards, share, strides, file_count)
     return append_values(rank, files, share.values, values)
 
@@ -211,7 +211,10 @@ def lay_out_rank_files(
 def make_tensor_metadata(
     global_plan: GlobalPlan, items: Sequence[RankItems]
 ) -> EncodedTensorMetadata:
-    """Encode the tensors of the global ``.metadata``, to which values are added later."""
+    """Encode the tensor entries of the global ``.metadata`` file.
+
+    Entries of non-tensor values are added later.
+    """
     tensors, boxes = global_plan.tensors, global_plan.boxes
     places = [rank_items.iterate_positions() for rank_items in items]
 
