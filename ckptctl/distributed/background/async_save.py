@@ -313,10 +313,7 @@ class AsyncSaver(Closeable):
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[RankCollectives, RankCollectives]:
-        """Return one gloo group for method calls and one for background saves.
-
-        The first call creates both groups.
-        """
+        """Return the ranks for calls and for background saves, created by the first call."""
         self._ranks = self._ranks or (
             create_gloo_group(self._parent),
             create_gloo_group(self._parent),
@@ -324,7 +321,7 @@ class AsyncSaver(Closeable):
         return self._ranks
 
     def join(self) -> None:
-        """Wait until the running save has finished, and ignore any error it raises."""
+        """Wait for the running save, and ignore its outcome."""
         self._require_not_in_callback()
         if self._last is not None:
             self._last.join()
