@@ -47,9 +47,9 @@ from ckptctl.units import pluralize
 
 
 def dequantize(draft: Draft) -> Draft:
-    """Dequantize the source if requested.
+    """Dequantize the source if ``--dequantize`` is set.
 
-    With ``--fill-from``, the source may be unquantized.
+    With ``--fill-from``, an unquantized source is not an error.
     """
     options, catalog = draft.options, draft.catalog
     draft = replace(draft, assets=strip_quantization_configs(draft.assets))
@@ -60,7 +60,10 @@ def dequantize(draft: Draft) -> Draft:
 
 
 def read_assets_quantization_configs(directory: str | TreePath | None) -> list[QuantizationConfig]:
-    """Return the quantization configs of ``--assets``, or none without that option."""
+    """Read the quantization configs in the folder of ``--assets``.
+
+    The list is empty if *directory* is None, i.e. if the option is not set.
+    """
     if directory is None:
         return []
     root = find_assets_folder(directory)
@@ -71,7 +74,7 @@ def read_assets_quantization_configs(directory: str | TreePath | None) -> list[Q
 
 
 def strip_quantization_configs(assets: Assets) -> Assets:
-    """Return *assets* without quantization configs."""
+    """Return a copy of *assets* with all quantization configs removed."""
     described = tuple(
         replace(file, content=strip_quantization_config(file.content)) for file in assets.described
     )
@@ -100,7 +103,7 @@ def require_scales_kept(
 ) -> None:
     """Raise if a conversion would separate quantized weights from their scales.
 
-    Copies of all tensors under unchanged names are not checked, because nothing is lost.
+    If all tensors are copied under their own names, no scale is lost, so nothing is checked.
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(selected):
         return
@@ -135,7 +138,7 @@ def require_scales_kept(
 def require_quantized_uncast(
     catalog: Catalog, selected: Collection[str], survey: QuantizationSurvey | None = None
 ) -> None:
-    """Raise if quantized weights are among *selected* tensors that are to be cast."""
+    """Raise if a cast of the *selected* tensors would include quantized weights."""
     names = {name for name in selected if catalog.tensors[name].dtype == FP8}
     quantized_weights = (survey or survey_leniently(catalog)).weights if names else []
     cast_names = [weight.lead for weight in quantized_weights if not names.isdisjoint(weight.names)]
@@ -157,7 +160,7 @@ Block = tuple[int, int]
 
 
 def check_blocks_intact(draft: Draft) -> Draft:
-    """Raise if ranks would get parts of a block of a float8 weight."""
+    """Raise if sharding over ranks would split a scale block of a float8 weight."""
     ranks = draft.ranks
     divide = build_rank_splitter(draft.change, draft.target.layout) if ranks > 1 else None
     if divide is None:
@@ -196,7 +199,7 @@ def check_blocks_intact(draft: Draft) -> Draft:
 def _splits_a_block(
     shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block
 ) -> bool:
-    """Return whether a rank's shard begins or ends inside a block of a matrix of *shape*."""
+    """Return whether a rank's shard of a *shape* matrix starts or ends inside a scale block."""
     return any(
         offset % block_size or ((offset + size) % block_size and offset + size != full_size)
         for share in shares

@@ -62,13 +62,13 @@ if TYPE_CHECKING:
     from ckptctl.numerics.quantization.scheme import QuantizedWeight
 
 MAX_METADATA_BYTES = 1 << 20
-"""Largest tensor, in bytes, whose values schemes may read as metadata."""
+"""Size limit in bytes for tensors whose values schemes read as metadata."""
 
 
 def read_quantization_config(
     catalog: Catalog, extra_configs: Iterable[QuantizationConfig] = ()
 ) -> QuantizationConfig:
-    """Return the quantization config of a checkpoint's files and of *extra_configs*.
+    """Return the quantization config of a checkpoint, from its files and *extra_configs*.
 
     Raises:
         MappingError: Quantization configs contradict each other.
@@ -87,7 +87,13 @@ def read_quantization_config(
 def read_folder_quantization_configs(
     root: TreePath, config: Json, names: Collection[str]
 ) -> Iterator[QuantizationConfig]:
-    """Yield the quantization configs of a folder, from its *config* and its files *names*."""
+    """Yield the quantization configs of a folder, from config.json and separate files.
+
+    Args:
+        root: The folder.
+        config: Content of its config.json.
+        names: Names of its files.
+    """
     for quant_config in (
         *iterate_quantization_configs(config),
         *_read_sidecar_configs(root, names),
@@ -106,14 +112,14 @@ def _read_sidecar_configs(root: TreePath, names: Collection[str]) -> Iterator[Qu
 
 
 def is_unquantized(catalog: Catalog) -> bool:
-    """Return whether neither a tensor nor a file of a checkpoint indicates quantization."""
+    """Return whether no tensor and no config file of a checkpoint indicates quantization."""
     return looks_unquantized(catalog.tensors) and not read_quantization_config(catalog).method
 
 
 def survey_catalog(
     catalog: Catalog, extra_configs: Iterable[QuantizationConfig] = ()
 ) -> QuantizationSurvey:
-    """Survey the quantized tensors of a checkpoint by its configs and *extra_configs*."""
+    """Detect the quantized tensors of a checkpoint, using its configs and *extra_configs*."""
 
     def read_values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
@@ -137,7 +143,7 @@ def survey_catalog(
 
 
 def survey_leniently(catalog: Catalog) -> QuantizationSurvey:
-    """Survey a checkpoint, reporting an unreadable quantization config as unknown."""
+    """Survey a checkpoint, treating an invalid quantization config as an unknown scheme."""
     try:
         return survey_catalog(catalog)
     except CkptError as error:
@@ -145,14 +151,14 @@ def survey_leniently(catalog: Catalog) -> QuantizationSurvey:
 
 
 def find_quantized_tensors(catalog: Catalog) -> Mapping[str, str]:
-    """Map the dequantized name of each quantized tensor to its scheme."""
+    """Map the dequantized name of each quantized weight to a description of its scheme."""
     return survey_leniently(catalog).scheme_by_tensor
 
 
 def note_undeclared_quantization(
     catalog: Catalog, config: Json | None, sidecar_names: Collection[str]
 ) -> Iterator[str]:
-    """Note if tensors are quantized but neither *config* nor sidecar files state it."""
+    """Yield a note if tensors are quantized but no config file declares the quantization."""
     is_stated = config is not None and find_quantization_config(config) is not None
     has_byte_dtypes = any(
         dtypes.get_itemsize(entry.dtype) == 1 for entry in catalog.tensors.values()
@@ -176,7 +182,7 @@ def note_undeclared_quantization(
 
 @contextmanager
 def dequantize_hint_on_error(model: Model) -> Iterator[None]:
-    """Add a dequantization hint to unmapped-tensor errors if the checkpoint is quantized."""
+    """Add a hint to dequantize to errors about unmapped tensors if the checkpoint is quantized."""
     catalog, root = model.catalog, model.root
     try:
         yield
@@ -203,7 +209,7 @@ def dequantize_hint_on_error(model: Model) -> Iterator[None]:
 
 
 def _is_known_when_dequantized(catalog: Catalog) -> bool:
-    """Return whether a family has the tensors of the dequantized checkpoint."""
+    """Return whether the model would be recognized if the checkpoint were dequantized."""
     from ckptctl.conversion.recognition.model import recognize_model  # late: only for errors
 
     try:
@@ -235,10 +241,10 @@ def require_paired_scales(catalog: Catalog) -> None:
 
 
 def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
-    """Return whether a scheme is known well enough to tell which tensors are missing.
+    """Return whether missing tensors of quantized weights can be determined.
 
-    This is the case if at least one weight is complete, or if the config states a scheme that names
-    alone identify. An unsupported config says nothing about missing tensors.
+    This requires that at least one weight is complete, or that the config states a scheme that
+    tensor names identify. If the config is unsupported, missing tensors cannot be determined.
     """
     tensor_errors = (DamagedError, UnsupportedError)
     if any(not isinstance(error, tensor_errors) for error in survey.errors.values()):
@@ -260,7 +266,7 @@ def find_quantization_problems(
 
     Args:
         catalog: The checkpoint.
-        known_survey: Survey of the checkpoint, or None to survey the checkpoint.
+        known_survey: Existing survey of the checkpoint, or None to make one.
     """
     try:
         survey, method = (
@@ -298,13 +304,13 @@ def _require_pairs(
 def dequantize_catalog(
     catalog: Catalog, dtype: str, assets_configs: Sequence[QuantizationConfig] | None = None
 ) -> Catalog:
-    """Replace the quantized tensors of *catalog* and their scales by dequantized tensors.
+    """Replace the quantized tensors and scales in *catalog* by dequantized tensors.
 
     The dequantized tensors are virtual: computed when they are read.
 
     Args:
-        catalog: A checkpoint.
-        dtype: dtype of the dequantized tensors.
+        catalog: The quantized checkpoint.
+        dtype: Dtype of the dequantized tensors.
         assets_configs: Quantization configs of ``--assets``, or None if the command has no such
             option.
     """
@@ -347,7 +353,7 @@ def dequantize_catalog(
 
 
 def _note_dequantization(survey: QuantizationSurvey, dtype: str) -> Iterator[str]:
-    """Note the dequantized and the dropped tensors."""
+    """Yield notes on how many tensors are dequantized to *dtype*, and which are dropped."""
     schemes_text = ", ".join(dict.fromkeys(weight.description for weight in survey.weights))
     yield f"dequantized {pluralize(len(survey.weights), 'tensor')} to {dtype} ({schemes_text})"
     for reason in dict.fromkeys(survey.dropped.values()):
@@ -396,7 +402,7 @@ def _require_dequantizable(
 def _unknown_scheme_hint(
     catalog: Catalog, assets_configs: Sequence[QuantizationConfig] | None
 ) -> str:
-    """Return a hint with the supported schemes, or that a config is missing."""
+    """Return a hint that lists the supported schemes, or that says that a config is missing."""
     if read_quantization_config(catalog, assets_configs or ()).method:
         from ckptctl.numerics.quantization.scheme import load_schemes
 
@@ -427,7 +433,7 @@ def _build_virtual_entry(
 
 
 def _build_dequantized_path(path: Path, weight: QuantizedWeight) -> Path:
-    """Return the key path of the dequantized tensor, which may have another ending."""
+    """Return the key path of the dequantized tensor, given the path of the quantized elements."""
     pairs = zip(weight.lead, weight.key, strict=False)
     common_length = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     old_ending, new_ending, last_key = (

@@ -32,11 +32,11 @@ from ckptctl.units import format_bytes, pluralize
 
 HEAD_MODULE = "lm_head"
 QUANTIZABLE_DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes that can be quantized."""
+"""Dtypes of weights that ``--quantize`` can quantize."""
 
 
 def quantize(draft: Draft) -> Draft:
-    """Replace the weights that ``--quantize`` selects by quantized tensors."""
+    """Replace the weights that ``--quantize`` selects by virtual quantized tensors."""
     recipe = get_recipes_by_name()[draft.options.quantize or ""]
     selected = _select_tensors(draft, recipe)
     builder = _QuantizedTensorBuilder(
@@ -92,7 +92,7 @@ def _build_summary_note(quantization: Quantization, recipe: Recipe) -> str:
 
 
 def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
-    """List the modules that the configuration must state as not quantized.
+    """List the unquantized modules that the quantization config must declare.
 
     Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own, but
     is listed too.
@@ -114,7 +114,7 @@ def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
 
 
 def _note_misaligned_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) -> Iterator[str]:
-    """Note if blocks would contain rows of two weights that vLLM fuses."""
+    """Yield a note if a scale block would span two weights that vLLM fuses."""
     block_rows = next(
         (part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1
     )
@@ -132,7 +132,7 @@ def _note_misaligned_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) ->
 
 
 def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange) -> Iterator[str]:
-    """Note that few programs read quantized stacks of experts."""
+    """Yield a note that few programs read quantized stacks of experts, if any are selected."""
     stacked = [tensor.name for tensor in selected if len(tensor.shape) == 3]
     if stacked:
         note = (
@@ -150,7 +150,7 @@ def _skip_hint() -> str:
 
 
 def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
-    """Select the tensors to quantize, or raise if one of them cannot be."""
+    """Select the tensors to quantize, or raise if *recipe* does not support one of them."""
     options, names_in_output = draft.options, [tensor.name for tensor in draft.tensors]
     linear_roles = _map_linear_weights_to_roles(draft)
     added_names = _match_globs(names_in_output, options.quantize_also, "--quantize-also")
@@ -181,7 +181,7 @@ def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
 
 
 def _require_complete_groups(names: set[str], available_names: Sequence[str]) -> None:
-    """Raise if a selection splits weights that programs read quantized together."""
+    """Raise if *names* include only some of the weights that must be quantized together."""
     groups_with_reason = (
         *(
             (group, "vLLM fuses them into one weight")
@@ -205,7 +205,7 @@ def _require_complete_groups(names: set[str], available_names: Sequence[str]) ->
 
 
 def _map_linear_weights_to_roles(draft: Draft) -> dict[str, Role]:
-    """Map the linear weights of layers to their roles, from the family's tables."""
+    """Map the name of each linear weight to its role in the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
     quantized_names = find_quantized_tensors(catalog)
@@ -258,7 +258,7 @@ def _match_globs(names: Sequence[str], globs: Sequence[str], option: str) -> set
 def _require_quantizable(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
-    """Raise if the recipe cannot quantize a tensor."""
+    """Raise if *recipe* does not support the dtype, shape or role of a tensor."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
     if role in ("experts", "stacked"):
         _require_readable_stack(tensor, recipe, role, family)
@@ -285,7 +285,7 @@ def _require_quantizable(
 def _require_readable_stack(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
-    """Raise if no program reads stacked experts quantized in this way."""
+    """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
     if not recipe.stack_multiples:
@@ -308,7 +308,7 @@ def _require_readable_stack(
 
 
 def _unstack_hints(family: Family | None) -> Iterator[str]:
-    """Yield the option that unstacks experts, if the family has a layout for it."""
+    """Yield a hint on the option that unstacks experts, if the family has such a layout."""
     for name in family.layouts if family else ():
         if (
             family
@@ -320,7 +320,7 @@ def _unstack_hints(family: Family | None) -> Iterator[str]:
 
 
 def _has_transformers_names(layout: str) -> bool:
-    """Return whether *layout* uses transformers' names."""
+    """Return whether *layout* uses the tensor names of transformers."""
     return layout in (HF, BASE) or layout.startswith(f"{HF}-")
 
 
@@ -328,7 +328,7 @@ def _has_transformers_names(layout: str) -> bool:
 
 
 def _build_quantized_key(name: str) -> str:
-    """Return the virtual file name of the quantized tensor *name*."""
+    """Return the name of the virtual file that computes the quantized tensor *name*."""
     return build_computed_name(f"{name}@quantized")
 
 
@@ -351,7 +351,7 @@ class _QuantizedTensorBuilder:
         self._inputs: dict[str, ComputeInput] = {}
 
     def build_parts(self, tensor: OutputTensor) -> list[OutputTensor]:
-        """Build the tensors that *tensor* is stored as, in the order of the recipe."""
+        """Build the stored tensors of the quantized *tensor*, in the order of the recipe."""
         return [self._build_part(tensor, part) for part in self._recipe.parts]
 
     def _build_part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
@@ -383,7 +383,10 @@ class _QuantizedTensorBuilder:
         return self._inputs[key]
 
     def _build_unquantized_input(self, tensor: OutputTensor) -> ComputeInput:
-        """Return the unquantized tensor, which is virtual unless the source stores it unchanged."""
+        """Return the input for an unquantized tensor.
+
+        The input is virtual, unless the source stores the tensor unchanged.
+        """
         key = build_computed_name(f"{tensor.name}@plain")
         if key not in self._inputs:
             composed = self._draft.mapped[tensor.name]

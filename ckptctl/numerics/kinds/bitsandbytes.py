@@ -1,9 +1,9 @@
 """Kinds that dequantize bitsandbytes weights in float32, rounded once.
 
-``bnb_4bit``: two codes in a byte, the first in the upper half. Each code is an index into a table,
-multiplied by the scale of its block of consecutive elements of the flattened tensor. Sources:
-``_dequantize_4bit_compute`` in ``bitsandbytes/backends/default/ops.py``, ``QuantState`` and
-``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: bytes ``[elements / 2, 1]``; the
+``bnb_4bit``: each byte stores two codes, the first in the upper half. Each code is an index into a
+table, multiplied by the scale of its block of consecutive elements of the flattened tensor.
+Sources: ``_dequantize_4bit_compute`` in ``bitsandbytes/backends/default/ops.py``, ``QuantState``
+and ``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: bytes ``[elements / 2, 1]``; the
 table, float32 ``[16]``; the scales, float32 ``[blocks]``. Quantized scales are uint8 ``[blocks]``,
 followed by their scales, float32 ``[blocks / nested_block]``, and their table, float32 ``[256]``.
 
@@ -49,7 +49,7 @@ def _iterate_element_ranges(rows: range, columns: range, width: int) -> Iterator
 
 
 def _dequantize_range(out: OutputRectangle, first_element: int, last_element: int) -> torch.Tensor:
-    """Return consecutive dequantized elements."""
+    """Dequantize the elements [*first_element*, *last_element*) of the flattened tensor."""
     import torch
 
     packed, table, *_ = out.inputs
@@ -67,7 +67,7 @@ def _dequantize_range(out: OutputRectangle, first_element: int, last_element: in
 
 
 def _read_block_scales(out: OutputRectangle, blocks: range) -> torch.Tensor:
-    """Return the scales of consecutive blocks."""
+    """Return the float32 scales of *blocks*, dequantized if they are stored quantized."""
     import torch
 
     _, _, absmax, *nested = out.inputs

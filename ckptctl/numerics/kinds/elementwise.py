@@ -1,9 +1,9 @@
-"""Kinds without scales: constants, sums, and conjugated or negated views.
+"""Kinds of virtual files without scales: constants, sums, and conjugated or negated views.
 
-``constant``: equal elements that a model needs and no file has; the argument is the element, or
-None for 0. ``added``: another tensor's elements plus the argument, rounded once to the dtype.
-``mirrored``: elements of a lazily conjugated or negated view, as torch saves it; the arguments are
-``conj``, ``neg`` or both. The last two have one input, of the same dtype and shape.
+``constant``: a tensor filled with one value, which a model needs but no file has. The argument is
+the value, or None for 0. ``added``: the input tensor plus the argument, rounded once to the dtype.
+``mirrored``: a lazily conjugated or negated view, as torch saves it. The arguments are ``conj``,
+``neg`` or both. ``added`` and ``mirrored`` have one input of the same dtype and shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _fill_constant(out: OutputRectangle) -> None:
 
 
 def _is_zero(computed: ComputedTensor) -> bool:
-    """Return whether the constant is +0, which is zero bytes in every dtype."""
+    """Return whether the constant is +0, whose bytes are all zero in every dtype."""
     value = _get_constant(computed)
     return value == 0 and math.copysign(1, value) > 0
 

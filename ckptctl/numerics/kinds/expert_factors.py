@@ -1,9 +1,9 @@
 """A kind that stacks LoRA B factors of experts as PEFT's ``ParamWrapper`` stores them.
 
-``experts_b``: ``[out, R E]`` for E experts of rank R, where every E-th column from the e-th is that
-of expert e. It is block diagonal: each part has its own rows and ranks, and other elements are
-zero. The arguments are the first rows of the parts. The inputs, ``[rows, rank]``, are the parts of
-the first expert, then those of the next.
+``experts_b``: ``[out, R E]`` for E experts of rank R. Columns e, e + E, e + 2 E, ... belong to
+expert e. B is block diagonal: each part (such as gate or up) has its own rows and ranks, and all
+other elements are zero. The arguments are the first rows of the parts. The inputs have the shape
+``[rows, rank]``: all parts of the first expert, then all parts of the next one.
 """
 
 from __future__ import annotations

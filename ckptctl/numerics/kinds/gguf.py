@@ -1,7 +1,7 @@
 """A kind that dequantizes GGUF blocks with llama.cpp's package.
 
-``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
-rounded once. Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The arguments are a
+``gguf``: elements that ``gguf.quants.dequantize`` computes from blocks in float32, rounded once.
+Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The arguments are a
 :class:`~ckptctl.numerics.quantization.ggml.BlockType`.
 """
 

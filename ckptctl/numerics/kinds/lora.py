@@ -1,7 +1,7 @@
 """Kinds that merge LoRA and DoRA updates into rows of a weight in float32, rounded once.
 
-LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
-rows of this sum, rescaled to trained magnitudes. Sources: peft's ``tuners/lora``
+LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353)
+rescales the rows of this sum to trained magnitudes. Sources: peft's ``tuners/lora``
 (``merge_and_unload``), torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`LoraUpdate`.
 A and the magnitudes are small and stay in memory.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROW_BLOCK = 64
 CHUNK_BYTES = 4 << 20
-"""Bytes of W in float32 that are read at a time to scale a bias."""
+"""Size, in bytes of float32, of the chunks of W that are read to scale a bias."""
 
 
 class LoraUpdate(NamedTuple):
@@ -35,8 +35,8 @@ class LoraUpdate(NamedTuple):
     Attributes:
         rows: The updated rows.
         scale: Factor of B A.
-        has_magnitude: Whether the rows are then rescaled to DoRA magnitudes.
-        bias_start: Index of the first row's element in a bias that is scaled too.
+        has_magnitude: Whether the updated rows are then rescaled to DoRA magnitudes.
+        bias_start: Index, in the bias that is scaled, of the element for the first updated row.
     """
 
     rows: range
@@ -65,9 +65,9 @@ def _merge_weight(out: OutputRectangle) -> None:
 
 
 class _Factors:
-    """Factors of one update, read from the next inputs.
+    """LoRA factors A and B of one update, and its DoRA magnitudes if it has any.
 
-    Rows are relative to the first updated row.
+    Row ranges passed to the methods count from the first updated row.
     """
 
     def __init__(self, update: LoraUpdate, inputs: Iterator[InputTensor]) -> None:
@@ -76,7 +76,7 @@ class _Factors:
         self._magnitude = next(inputs) if update.has_magnitude else None
 
     def add_product_to(self, part: torch.Tensor, rows: range) -> None:
-        """Add scale · B A to *part*, the rows *rows* of the weight."""
+        """Add scale · B A in place to *part*, which contains the rows *rows* of the update."""
         import torch
 
         a = self._a.read_all().to(torch.float32)
@@ -94,10 +94,10 @@ class _Factors:
 
 
 def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
-    """Add ``scale * b @ a`` so that elements do not depend on the number of rows of *b*.
+    """Add ``scale * b @ a`` to *part* in place, with results independent of the number of rows.
 
-    Rows are multiplied in blocks of fixed size, so equal inputs give equal bits no matter which
-    rows are computed together.
+    Rows are multiplied in blocks of a fixed size, so each row has the same bits regardless of
+    which rows are computed with it.
     """
     full_rows = len(b) - len(b) % ROW_BLOCK
     for start in range(0, full_rows, ROW_BLOCK):

@@ -1,6 +1,7 @@
 """Kinds that dequantize MLX weights.
 
-Elements of a row fill its uint32 from the lowest bits, and thus its bytes in order.
+The elements of a row are packed into uint32 words from the lowest bits, and thus into bytes in
+order.
 
 ``mlx_affine``: integers times the scale of their group plus its bias, both rounded to the dtype of
 the scales, as in ``mlx.core.dequantize`` (0.32.4, on the CPU), then cast. Inputs: uint32
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 FOUR_BITS = 4
 PACK_SIZE = 8
-"""Number of elements that fill complete bytes at any bit width."""
+"""Number of packed elements that occupy complete bytes at any bit width."""
 
 
 def _dequantize_affine(out: OutputRectangle) -> None:
@@ -68,7 +69,7 @@ def _dequantize_float(out: OutputRectangle) -> None:
 
 
 def _read_packed(out: OutputRectangle, form: MlxGroups) -> torch.Tensor:
-    """Return the bytes of complete groups, ``[rows, bytes]``."""
+    """Read the packed bytes of all groups that *out* overlaps, as uint8 ``[rows, bytes]``."""
     import torch
 
     groups = out.list_groups(form.group)
@@ -77,7 +78,10 @@ def _read_packed(out: OutputRectangle, form: MlxGroups) -> torch.Tensor:
 
 
 def _look_up_rows(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the row of *table* for each byte, moving short rows as one integer."""
+    """Return the row of *table* for each byte of *packed*.
+
+    Table rows of 2, 4 or 8 bytes are copied as one integer.
+    """
     import torch
 
     byte_values, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
@@ -88,7 +92,7 @@ def _look_up_rows(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_groups(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack ``[n, bits]`` bytes to ``[n, 8]`` integers."""
+    """Unpack bytes ``[n, bits]`` to int64 ``[n, 8]``, with the first element in the lowest bits."""
     import torch
 
     word = torch.zeros(len(packed), dtype=torch.int64)
@@ -100,7 +104,7 @@ def _unpack_groups(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @cache
 def _build_integer_table(bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a table of the integers in every byte, ``[256, 8 / bits]``."""
+    """Build a table ``[256, 8 / bits]`` of the integers packed in each possible byte."""
     import torch
 
     table = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)

@@ -1,4 +1,4 @@
-"""Kinds that dequantize 8- and 4-bit floats with scales of blocks, rounded once.
+"""Kinds that dequantize 8- and 4-bit floats with block scales, rounded once.
 
 ``block_fp8``: float8 weights times the scale of their block, in float32. Source: ``weight_dequant``
 in DeepSeek-V3's ``inference/kernel.py``. The last block of a row or column may be smaller. Inputs:
@@ -6,7 +6,7 @@ float8 ``[..., rows, columns]``, and the scales, floating-point or E8M0 in uint8
 ceil(rows / block_rows), ceil(columns / block_columns)]``, or of any shape if a block spans all
 columns.
 
-In both other kinds, the low half of a byte is the first E2M1 number.
+In ``mxfp4`` and ``fp4_groups``, the low half of a byte is the first E2M1 number.
 
 ``mxfp4``: two E2M1 numbers in a byte, with an E8M0 scale for each 32 numbers. Sources: OCP
 Microscaling Formats (MX) v1.0; ``convert_moe_packed_tensors`` in
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 E4M3 = "float8_e4m3fn"
 NAN, NEGATIVE_NAN = 0x7F, 0xFF
-"""The only two NaN codes of E4M3."""
+"""The only two byte values that are NaN in E4M3 (``float8_e4m3fn``)."""
 FP8_SCALE_OF_HALVES = 256.0
 FINITE_SCALE_LIMIT = 2.0**127
 """Scales below this bound stay finite."""
 BLOCK_INDEX_CACHE = 16
-"""Number of column ranges whose block numbers are cached."""
+"""Number of column ranges for which the block index of each column is cached."""
 SIGN_COPY_MASK = ~0x4000
-"""Mask for all bits of a float16 except the second copy of an int8's sign."""
+"""Bit mask that clears the second copy of the sign after an int8 is shifted into a float16."""
 MX_BLOCK = 32
 TABLE_CACHE = 16
-"""Number of cached lookup tables, one for each code table and dtype."""
+"""Number of lookup tables to cache, where each code table and dtype needs its own."""
 FP4_SCALE_OF_HALVES = 2.0**14
 SPREAD_FACTOR, CODE_MASK, SIGN_CARRY, NUMBER_MASK = (
     (1 << 9) + (1 << 21),
@@ -55,7 +55,7 @@ SPREAD_FACTOR, CODE_MASK, SIGN_CARRY, NUMBER_MASK = (
     ~0x71FF71FF,
 )
 POWER_DTYPES = ("uint8", "float8_e8m0fnu")
-"""Dtypes of scales that are powers of two."""
+"""Dtypes whose scales are powers of two (E8M0)."""
 # DOUBLED_E2M1 is used with halved scales, since 2 to the power of 128 overflows a float32.
 E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 DOUBLED_E2M1 = tuple(2 * n for n in E2M1)
@@ -92,7 +92,7 @@ def _dequantize_block_fp8(out: OutputRectangle) -> None:
 
 
 def _read_bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
-    """Read one-byte elements as uint8."""
+    """Read a rectangle of a tensor with a one-byte dtype as uint8."""
     import torch
 
     return tensor.read(rows, columns).view(torch.uint8)
@@ -100,14 +100,14 @@ def _read_bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tenso
 
 @lru_cache(BLOCK_INDEX_CACHE)
 def _map_columns_to_blocks(start: int, stop: int, block_columns: int) -> torch.Tensor:
-    """Return the block number of each of consecutive columns."""
+    """Return the block index of each column from *start* to *stop* (exclusive)."""
     import torch
 
     return torch.arange(start, stop).div_(block_columns, rounding_mode="floor")
 
 
 def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Convert scales to float32, where uint8 s stands for 2 to the power of s - 127."""
+    """Convert scales to float32, reading uint8 as E8M0 (s means 2 to the power of s - 127)."""
     import torch
 
     if scale.dtype == torch.uint8:
@@ -124,7 +124,11 @@ def to_float32_scales(scale: torch.Tensor) -> torch.Tensor:
 def _convert_to_float32(
     out: OutputRectangle, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert float8 bytes to float32 in scratch memory, and return them with their scales."""
+    """Convert float8 bytes to float32, and return them with the scales to multiply them by.
+
+    E4M3 bytes without NaN are converted via float16 in scratch memory. A constant factor that this
+    leaves out is applied to the scales, or to the values if the scales would overflow.
+    """
     if dtype != E4M3 or not raw.numel() or _has_e4m3_nan(raw):
         return bytes_to_float32(raw, dtype), scale
     halves = shift_fp8_to_float16(
@@ -162,7 +166,10 @@ def shift_fp8_to_float16(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def _has_e4m3_nan(raw: torch.Tensor) -> bool:
-    """Return whether E4M3 bytes contain NaN: 0xFF is the largest byte, 0x7F the largest int8."""
+    """Return whether any of the E4M3 bytes is NaN.
+
+    The NaN codes are the largest values of a dtype: 0xFF of uint8, 0x7F of int8.
+    """
     import torch
 
     return int(raw.max()) == NEGATIVE_NAN or int(raw.view(torch.int8).max()) == NAN
@@ -175,7 +182,7 @@ def bytes_to_float32(raw: torch.Tensor, dtype: str) -> torch.Tensor:
 
 @cache
 def _build_value_table(dtype: str) -> torch.Tensor:
-    """Return the float32 value of every byte."""
+    """Build a table ``[256]`` of the float32 value of each byte in the float8 *dtype*."""
     import torch
 
     all_bytes = torch.arange(256, dtype=torch.uint8)
@@ -185,7 +192,10 @@ def _build_value_table(dtype: str) -> torch.Tensor:
 def _iterate_row_groups(
     rows: range, height: int, block_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(row of the scales, first, last)`` for rows that share scales, relative to *rows*."""
+    """Yield ``(scale_row, start, stop)`` for each run of *rows* that share a row of scales.
+
+    *start* and *stop* count from the first of *rows*.
+    """
     blocks_per_matrix = -(-height // block_rows)
     start = rows.start
     while start < rows.stop:
@@ -237,7 +247,7 @@ def _dequantize_fp4_groups(out: OutputRectangle) -> None:
 
 
 def _read_global_scale(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
-    """Return the global scale of each row's matrix, ``[rows, 1]`` or ``[1, 1]``."""
+    """Read the global scale of each row as float32 ``[rows, 1]``, or ``[1, 1]`` if shared."""
     import torch
 
     all_scales = scale.read_all().to(torch.float32).view(-1, 1)
@@ -250,7 +260,7 @@ def _read_global_scale(scale: InputTensor, rows: range, height: int) -> torch.Te
 def look_up_nibbles(
     out: OutputRectangle, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
 ) -> None:
-    """Write the table entry for each half of each byte, low half first, to *into*.
+    """Look up both 4-bit codes of each byte, low half first, and write the values to *into*.
 
     Args:
         out: Provides scratch memory.
@@ -268,7 +278,7 @@ def look_up_nibbles(
 
 
 def _shift_fp4_to_float16(out: OutputRectangle, packed: torch.Tensor) -> torch.Tensor:
-    """Convert E2M1 to float16 / :data:`FP4_SCALE_OF_HALVES` in scratch memory.
+    """Convert packed E2M1 to float16, divided by :data:`FP4_SCALE_OF_HALVES`, in scratch memory.
 
     The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to
     the sign carries it to the highest bit.
@@ -282,7 +292,7 @@ def _shift_fp4_to_float16(out: OutputRectangle, packed: torch.Tensor) -> torch.T
 
 @lru_cache(TABLE_CACHE)
 def _build_pair_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the two numbers of every byte as one element of twice the width, ``[256]``."""
+    """Build a table ``[256]`` of the two values of each byte, stored as one wider integer."""
     import torch
 
     table = torch.tensor(numbers)
@@ -292,7 +302,7 @@ def _build_pair_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.T
 
 @lru_cache(TABLE_CACHE)
 def _build_quad_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the four numbers of every two bytes as one int64 element, ``[65536]``."""
+    """Build a table ``[65536]`` of the four values of each pair of bytes, stored as one int64."""
     import torch
 
     pairs = _build_pair_table(numbers, dtype)
@@ -302,7 +312,10 @@ def _build_quad_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.T
 
 @cache
 def _build_half_power_table(dtype: str) -> torch.Tensor:
-    """Return half the factor of every E8M0 scale, ``[256]``, exact with 8 exponent bits."""
+    """Build a table ``[256]`` of half of each E8M0 scale, since the largest would overflow.
+
+    The values are exact in dtypes with 8 exponent bits.
+    """
     import torch
 
     return torch.pow(2.0, torch.arange(256) - 128).to(getattr(torch, dtype))

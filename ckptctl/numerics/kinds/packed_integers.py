@@ -1,4 +1,4 @@
-"""Kinds that dequantize integers with zero points and scales of groups in float32.
+"""Kinds that dequantize integers with group-wise zero points and scales in float32.
 
 Packed integers fill the bits of int32 words without gaps, from the lowest bits. *Centered* integers
 are stored plus 2 to the power of (bits - 1). Results are rounded once.
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
     import torch
 
 WORD_BITS = 32
-"""Bits of a word, and a number of integers that fills complete words at any bit width."""
+"""Bits of a packed word; also a number of integers that fills complete words at any bit width."""
 FOUR_BITS, BYTE_BITS = 4, 8
 NIBBLES_PER_WORD = WORD_BITS // FOUR_BITS
 GROUP_INDEX_CACHE = 8
-"""Number of row widths for which the group of each column is cached."""
+"""Number of row widths for which the group index of each column is cached."""
 TRANSPOSED_CHUNK_BYTES = 4 << 20
-"""Bytes of a transposed weight that are read at a time."""
+"""Size in bytes of the chunks in which a transposed weight is read."""
 
 ScratchAllocator = Callable[[str, str, int], "torch.Tensor"]
-"""Allocates memory for a use, a dtype and a count, like :meth:`Output.get_scratch`."""
+"""Function of a buffer name, a dtype and an element count that returns an uninitialized tensor.
+
+See :meth:`Output.get_scratch`.
+"""
 
 
 def _allocate_tensor(_use: str, dtype: str, count: int) -> torch.Tensor:
@@ -58,7 +61,7 @@ def _allocate_tensor(_use: str, dtype: str, count: int) -> torch.Tensor:
 def unpack_integers(
     words: torch.Tensor, bits: int, dim: int, allocate: ScratchAllocator = _allocate_tensor
 ) -> torch.Tensor:
-    """Unpack uint8 integers from int32 words along the first or last dimension."""
+    """Unpack *bits*-wide integers from int32 words to uint8 along dimension *dim*."""
     import torch
 
     if bits == BYTE_BITS and dim:
@@ -90,7 +93,7 @@ def unpack_integers(
 
 
 def _split_nibbles(packed: torch.Tensor, allocate: ScratchAllocator) -> torch.Tensor:
-    """Return the lower and the upper half of each byte as two bytes."""
+    """Split each byte into two bytes, the lower 4 bits first."""
     import torch
 
     result, shifted = (
@@ -111,7 +114,7 @@ def _pad_words(words: torch.Tensor, period_words: int, dim: int) -> torch.Tensor
 
 
 class _IntegerWeight(NamedTuple):
-    """Inputs and arguments of a weight of packed integers."""
+    """Input tensors and parameters from which a weight of packed integers is dequantized."""
 
     form: IntegerGroups
     integers: InputTensor
@@ -172,7 +175,10 @@ def _dequantize_groups(out: OutputRectangle) -> None:
 def _read_row_major(
     out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Read the integers of some columns, and the scales and zero points of all groups."""
+    """Read the integers of *column_range*, and the scales and zero points of all groups in *rows*.
+
+    Zero points are None if the weight has none.
+    """
     import torch
 
     scale = _read_group_values(out, weight.scale, rows).to(torch.float32)
@@ -183,7 +189,7 @@ def _read_row_major(
 def _require_symmetric_zeros(
     weight: _IntegerWeight, zeros: torch.Tensor, *, is_centered: bool
 ) -> None:
-    """Raise if a symmetric weight has zero points that change the result."""
+    """Raise if a symmetric weight has zero points other than the middle of the codes."""
     if not weight.form.symmetric:
         return
     middle = 0 if is_centered else 1 << (weight.form.bits - 1)
@@ -200,7 +206,7 @@ def _require_symmetric_zeros(
 
 
 def _find_transposed_chunk(weight: _IntegerWeight, row: int) -> range:
-    """Return the rows around *row* that are read together from a transposed weight."""
+    """Return the chunk of rows around *row* that is read at once from a transposed weight."""
     height, width = weight.integers.entry.shape
     chunk_rows = max(TRANSPOSED_CHUNK_BYTES // (4 * height) // WORD_BITS, 1) * WORD_BITS
     start = row // chunk_rows * chunk_rows
@@ -208,7 +214,7 @@ def _find_transposed_chunk(weight: _IntegerWeight, row: int) -> range:
 
 
 def _split_into_chunks(weight: _IntegerWeight, rows: range) -> Iterator[range]:
-    """Split *rows* into ranges that are read together."""
+    """Split *rows* of a transposed weight at the boundaries of the chunks in which it is read."""
     start = rows.start
     while start < rows.stop:
         stop = min(_find_transposed_chunk(weight, start).stop, rows.stop)
@@ -219,7 +225,7 @@ def _split_into_chunks(weight: _IntegerWeight, rows: range) -> Iterator[range]:
 def _read_transposed(
     out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Read integers, scales and zero points of a transposed weight, as :func:`_read_row_major`."""
+    """Read and transpose integers, scales and zero points, like :func:`_read_row_major`."""
     import torch
 
     bits, offset = weight.form.bits, weight.form.offset
@@ -244,9 +250,9 @@ def _read_transposed(
 
 
 def _read_group_values(out: OutputRectangle, tensor: InputTensor, rows: range) -> torch.Tensor:
-    """Read a value for each group of columns, ``[rows, groups]``.
+    """Read the scales or zero points of *rows* as ``[rows, groups]``.
 
-    Values for each row, each matrix or the complete tensor are ``[rows, 1]`` or ``[1, 1]``.
+    If a group spans all columns, the result is ``[rows, 1]``, or ``[1, 1]`` for a single value.
     """
     import torch
 
@@ -264,7 +270,7 @@ def _read_group_values(out: OutputRectangle, tensor: InputTensor, rows: range) -
 def _read_integers(
     out: OutputRectangle, weight: _IntegerWeight, rows: range, column_range: range
 ) -> torch.Tensor:
-    """Read the int8 integers of a range of columns that begins at a word."""
+    """Read a rectangle of integers as int8, where *column_range* begins at a word boundary."""
     import torch
 
     bits = weight.form.bits
@@ -279,7 +285,7 @@ def _read_integers(
 
 
 def _read_zero_points(out: OutputRectangle, zero: InputTensor, rows: range) -> torch.Tensor:
-    """Read the zero points of rows, ``[rows, groups]``."""
+    """Read the zero points of *rows* as ``[rows, groups]``, unpacked and centered if int32."""
     import torch
 
     form: IntegerGroups = out.arguments
@@ -298,7 +304,7 @@ def _read_zero_points(out: OutputRectangle, zero: InputTensor, rows: range) -> t
 
 
 def _split_by_matrix(rows: range, height: int) -> Iterator[tuple[int, range]]:
-    """Yield each matrix that consecutive rows belong to, with the rows in it."""
+    """Split *rows* of stacked matrices by matrix, and yield each matrix index with its rows."""
     start = rows.start
     while start < rows.stop:
         matrix, row = divmod(start, height)
@@ -308,7 +314,7 @@ def _split_by_matrix(rows: range, height: int) -> Iterator[tuple[int, range]]:
 
 
 def _read_group_order(weight: _IntegerWeight, width: int) -> torch.Tensor | None:
-    """Return the group of each column, or None if groups are consecutive and complete."""
+    """Return the group index of each column, or None if all groups are consecutive and complete."""
     import torch
 
     group = weight.form.group

@@ -40,30 +40,33 @@ if TYPE_CHECKING:
     Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 CHUNK_ELEMENTS = 1 << 17
-"""Elements that are quantized at a time; at least the rows of one block."""
+"""Approximate number of elements that are quantized at a time, in complete blocks."""
 FP8_MAX, FP4_MAX = 448.0, 6.0
 """The largest values of E4M3 and E2M1."""
 EXPONENT_BIAS = 127
 EXPONENT_MASK, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
 """Bit masks of a float32."""
 E2M1_STEP = 1.5 * 2.0**22
-"""Near this multiple of 2 ** e, float32 numbers are 2 ** (e - 1) apart, as E2M1 numbers are."""
+"""Factor for rounding to E2M1.
+
+Near this multiple of 2 ** e, the spacing of float32 numbers is 2 ** (e - 1), as in E2M1.
+"""
 E2M1_OF_HALVES = 2.0**-14
-"""Factor after which E2M1 values are float16 values with the same lowest exponent bit."""
+"""Factor that maps E2M1 values to float16 values with the same lowest exponent bit."""
 CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
-"""Shifts and masks from two such float16 in an int32 to the two codes in a byte."""
+"""Shifts and masks that convert two scaled float16 in an int32 to two E2M1 codes in a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockScheme:
-    """Quantization of a matrix block by block.
+    """Scheme that quantizes a matrix in blocks, each with its own scale.
 
     Attributes:
-        rows: Rows of a block.
-        columns: Columns of a block, or 0 for all.
+        rows: Number of rows in a block.
+        columns: Number of columns in a block, or 0 for all columns of the weight.
         compute_divisors: Computes the divisors of blocks from their largest absolute values and the
             global scale, ``[block rows, block columns]``.
-        to_stored_scales: Converts divisors to stored scales.
+        to_stored_scales: Converts divisors to the scales that the output stores.
         is_float32: Whether to compute in float32 regardless of the weight's dtype.
         is_inverse: Whether *compute_divisors* returns factors instead of divisors.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
@@ -79,7 +82,7 @@ class _BlockScheme:
 
 
 def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
-    """Fill *out* with quantized elements and return the rounding errors."""
+    """Fill *out* with quantized elements, and return a summary of the rounding errors."""
     weight, shape, global_scale = _parse_inputs(out)
     per_byte = 2 if scheme.is_packed else 1
     columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
@@ -109,7 +112,7 @@ def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
 
 
 def _write_scales(scheme: _BlockScheme, out: OutputRectangle) -> None:
-    """Fill *out* with the stored scales of blocks."""
+    """Fill *out* with the scales of its blocks, in the dtype in which they are stored."""
     rows, columns, target = out.rows, out.columns, out.elements
     weight, shape, global_scale = _parse_inputs(out)
     block_columns = scheme.columns or shape[1]
@@ -134,7 +137,7 @@ def _write_scales(scheme: _BlockScheme, out: OutputRectangle) -> None:
 
 
 def _parse_inputs(out: OutputRectangle) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
-    """Return the weight, its shape as a matrix, and the global scale or None if there is none."""
+    """Return the weight, its 2-D shape, and the global scale or None if the scheme has none."""
     weight, *shared = out.inputs
     *rows, columns = weight.entry.shape
     return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
@@ -143,7 +146,7 @@ def _parse_inputs(out: OutputRectangle) -> tuple[InputTensor, tuple[int, int], t
 def _split_into_blocks(
     requested: range, size: int, block_size: int, max_size: int
 ) -> Iterator[range]:
-    """Yield ranges of complete blocks that cover *requested*, of about *max_size* indices."""
+    """Yield ranges of complete blocks, each about *max_size* indices, that cover *requested*."""
     step = max(block_size, max_size // block_size * block_size)
     end = min(-(-requested.stop // block_size) * block_size, size)
     for start in range(requested.start // block_size * block_size, end, step):
@@ -152,13 +155,13 @@ def _split_into_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _OutputPart:
-    """Rows and columns of complete blocks that belong to the output.
+    """Intersection of the blocks that were read with the rectangle to write.
 
     Attributes:
-        block_rows: Rows of the weight in the blocks.
-        block_columns: Columns of the weight in the blocks.
-        wanted_rows: Rows to write.
-        wanted_columns: Columns to write.
+        block_rows: Rows of the weight that the blocks cover.
+        block_columns: Columns of the weight that the blocks cover.
+        wanted_rows: Rows of the weight to write.
+        wanted_columns: Columns of the weight to write.
     """
 
     block_rows: range
@@ -168,16 +171,19 @@ class _OutputPart:
 
     @property
     def rows(self) -> range:
-        """Rows in both the blocks and the output."""
+        """Rows of the weight that are in the blocks and to be written."""
         return _intersect_ranges(self.block_rows, self.wanted_rows)
 
     @property
     def columns(self) -> range:
-        """Columns in both the blocks and the output."""
+        """Columns of the weight that are in the blocks and to be written."""
         return _intersect_ranges(self.block_columns, self.wanted_columns)
 
     def select_from(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
-        """Select the part to write of a matrix with *per_element* columns in each element."""
+        """Return the rectangle of *matrix* to write, where *matrix* covers the blocks.
+
+        Each element of *matrix* contains *per_element* columns of the weight.
+        """
         row = self.rows.start - self.block_rows.start
         column = self.columns.start - self.block_columns.start
         stop = column + len(self.columns)
@@ -189,7 +195,7 @@ def _intersect_ranges(first: range, second: range) -> range:
 
 
 class _Blocks:
-    """Complete blocks of a weight in float32, in scratch memory that the next blocks reuse.
+    """Complete blocks of a weight, in scratch memory that is reused for the next blocks.
 
     Args:
         out: Provides scratch memory.
@@ -232,7 +238,7 @@ class _Blocks:
     def quantize_blocks(self, divisors: torch.Tensor) -> torch.Tensor:
         """Quantize the blocks and return their codes, ``[rows, columns or bytes]``.
 
-        Quotients are rounded to the dtype of torch's arithmetic.
+        Quotients are rounded to the dtype in which torch would compute them.
         """
         import torch
 
@@ -249,7 +255,7 @@ class _Blocks:
         return self._round_to_e2m1() if self._scheme.is_packed else self._round_to_e4m3()
 
     def measure_rounding(self, part: _OutputPart) -> Rounding:
-        """Return the rounding errors of the wanted elements of the last quantization."""
+        """Measure the errors of the last quantization, for the elements in *part* only."""
         import torch
 
         errors = self._values.mul_(self._factors).sub_(self._elements)
@@ -336,7 +342,10 @@ def _compute_fp8_scales(largest: torch.Tensor, _: torch.Tensor | None) -> torch.
 def _compute_power_scales(
     largest: torch.Tensor, _: torch.Tensor | None, *, offset: int
 ) -> torch.Tensor:
-    """Return scales that are powers of two, rounding up where a value would overflow."""
+    """Compute power-of-two scales from the *largest* absolute value of each block.
+
+    A scale is rounded up where the largest value would overflow.
+    """
     import torch
 
     kinds = {torch.float32: (torch.int32, 23), torch.float16: (torch.int16, 10)}

@@ -1,7 +1,7 @@
 """A kind that changes the order or dtype of the source's elements.
 
 ``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockPlanner` of a tensor,
-seen as a matrix, that consists of elements of the inputs, all of them below one root.
+viewed as a matrix, whose elements come from the inputs. All inputs are below one root directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS = TileLimits(
     verifies_checksums=False,
 )
 RECORDS = (Record("", "", 0, 0),)
-"""A placeholder record for the target boxes."""
+"""Placeholder record that the target boxes refer to."""
 
 
 def _rearrange_elements(out: OutputRectangle) -> None:
@@ -45,7 +45,7 @@ def _rearrange_elements(out: OutputRectangle) -> None:
 
 
 def _needs_torch(computed: ComputedTensor) -> bool:
-    """Return whether elements are cast, or moved one by one."""
+    """Return whether torch is needed, because elements are cast or permuted one by one."""
     reader = _get_block_reader(computed)
     return reader.tensor.stored_dtype != computed.dtype or reader.is_permuted
 

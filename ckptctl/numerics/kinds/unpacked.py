@@ -28,11 +28,14 @@ from ckptctl.units import pluralize
 CACHE_ITEMS = 64
 CACHE_BYTES = 8 << 30
 MAX_SIZE_FACTOR, MAX_EXTRA_BYTES = 4, 64 << 20
-"""Allowed size of an item relative to its elements, which may be part of a larger storage."""
+"""Limit on the decompressed size of an item, as a multiple of its elements plus extra bytes.
+
+An item may exceed its elements, because torch saves the complete storage of a view.
+"""
 
 
 class _UnpackedItem(NamedTuple):
-    """A decompressed item and the tensor in it."""
+    """A decompressed DCP write item in a temporary file, and the entry of its tensor."""
 
     files: TemporaryFile
     entry: TensorEntry
@@ -61,7 +64,7 @@ def _read_unpacked(out: OutputRectangle) -> None:
 def _decompress_item(
     files: SourceFiles, packed: TensorEntry, computed: ComputedTensor
 ) -> _UnpackedItem:
-    """Decompress an item and check its checksum."""
+    """Decompress an item into a temporary file, and verify its checksum."""
     name, packed_extent = packed.name, packed.extents[0]
     where = f"{files.root / packed_extent.file}, at byte {packed_extent.offset:,}"
     file = TemporaryFile(files.root, packed_extent.file)
@@ -103,7 +106,7 @@ def _decompress_item(
 class TemporaryFile(SourceFiles):
     """An unnamed temporary file, deleted with this object.
 
-    *root* and *name* are those of its compressed source, for errors.
+    *root* and *name* identify the compressed source file in error messages.
     """
 
     def __init__(self, root: TreePath, name: str) -> None:
@@ -135,11 +138,11 @@ class TemporaryFile(SourceFiles):
             self.nbytes += len(chunk)
 
     def path(self, name: str) -> TreePath:
-        """Return the path of the compressed source, for errors."""
+        """Return the path of the compressed source file, which error messages show."""
         return self.root / name
 
     def read_identity(self, name: str) -> FileIdentity:  # noqa: ARG002
-        """Return an identity with the current size."""
+        """Return a file identity that contains the current size of the temporary file."""
         return FileIdentity(self.nbytes, 0, 0, 0, 0)
 
     def read_up_to(self, name: str, offset: int, nbytes: int) -> bytes:

@@ -23,27 +23,30 @@ from ckptctl.units import pluralize
 CONFIG_GROUPS = "config_groups"
 MIXED_PRECISION = "mixed-precision"
 MAX_PATTERN_LENGTH = 300
-"""Longest allowed pattern, in characters."""
+"""Maximum length of a pattern, in characters."""
 NESTED_REPETITION = re.compile(r"\)[*+{]")
-"""Nested repetition, whose matching time is not bounded by the length of names."""
+"""Regex that finds nested repetitions, whose matching time can be exponential."""
 MAX_REPETITIONS = 5
-"""Most repetitions in a pattern: each multiplies the matching time by the length of names."""
+"""Largest number of repetitions in a pattern.
+
+Each repetition can multiply the matching time by the length of a name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightArguments:
-    """Quantization settings of the weights in a group.
+    """Quantization settings of the weights in one of the ``config_groups``.
 
     Attributes:
         bits: Bits of an element.
         number_type: ``int`` or ``float``.
-        strategy: The elements that share a scale: a ``tensor``, a ``channel``, a ``group`` of
-            columns or a ``block`` of rows and columns; ``tensor_group`` is a group plus a global
-            scale.
-        group: Columns of a group, or 0 without groups.
-        block: Rows and columns of a block.
-        symmetric: Whether there are no zero points.
-        order: ``actorder``: the order in which columns were quantized, or empty if not set.
+        strategy: Which elements share a scale: ``tensor``, ``channel``, ``group`` (of columns),
+            ``block`` (of rows and columns), or ``tensor_group`` (a group, plus a global scale).
+        group: Number of columns in a group, or 0 if the strategy has no groups.
+        block: Numbers of rows and columns in a block.
+        symmetric: Whether quantization is symmetric, i.e. needs no zero points.
+        order: Value of ``actorder`` (the order in which columns were quantized), or empty if it is
+            not set.
     """
 
     bits: int
@@ -58,11 +61,11 @@ class WeightArguments:
 def parse_weight_arguments(
     group: TensorGroup, formats: Mapping[str, tuple[str, ...]]
 ) -> WeightArguments:
-    """Return the quantization settings of a layer's weights.
+    """Parse the quantization settings of a layer's weights from ``config_groups``.
 
     Args:
-        group: The layer's tensors.
-        formats: Dtypes of the weights in each supported format.
+        group: The tensors of the layer's weight, with the quantization config.
+        formats: Possible dtypes of stored weights, by supported compression format.
 
     Raises:
         MappingError: The config has no settings for the layer, or contradicts itself or the
@@ -111,7 +114,7 @@ def _as_mapping(value: object) -> Json:
 
 
 def _find_config_group(group: TensorGroup) -> Json:
-    """Return the group of ``config_groups`` that a layer belongs to."""
+    """Find the entry of ``config_groups`` that applies to the layer of *group*."""
     quant_config = group.quant_config
     _require_only_quantized(quant_config)
     groups = [
@@ -158,7 +161,7 @@ def _find_config_group(group: TensorGroup) -> Json:
 
 
 def _require_only_quantized(quant_config: QuantizationConfig) -> None:
-    """Raise if weights are sparse or transformed in addition to being quantized."""
+    """Raise if the config also states sparsity or weight transforms."""
     sparse_format = _as_mapping(quant_config.content.get("sparsity_config")).get("format", "dense")
     if sparse_format != "dense":
         raise MappingError(

@@ -1,4 +1,4 @@
-"""Parameters of quantized weights that the kinds of :mod:`ckptctl.numerics.kinds` need.
+"""Parameters of quantized weights, passed as arguments to :mod:`ckptctl.numerics.kinds`.
 
 Plan digests include their ``repr``, so renaming a class or field would break ``--resume``.
 """
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 
 class ScaleBlocks(NamedTuple):
-    """Rows and columns of a block of elements that share a scale."""
+    """Numbers of rows and columns in a block of elements that share a scale."""
 
     rows: int
     columns: int
 
 
 class Fp4Groups(NamedTuple):
-    """Packed E2M1 numbers with a scale for each group of columns.
+    """Parameters of packed E2M1 weights that have a scale for each group of columns.
 
     Attributes:
-        group: Columns of a group.
+        group: Number of columns in a group.
         divided: Whether scales are divided by the global scale instead of multiplied.
     """
 
@@ -28,15 +28,15 @@ class Fp4Groups(NamedTuple):
 
 
 class IntegerGroups(NamedTuple):
-    """Integers with a scale for each group of columns or, in AWQ, of rows.
+    """Parameters of integer weights that have a scale for each group of columns or (AWQ) rows.
 
     Attributes:
-        group: Columns or rows of a group; the last group may be smaller.
-        bits: Bits of a packed integer, or 0 if each is an int8.
+        group: Number of columns or rows in a group; the last group may be smaller.
+        bits: Bits of a packed integer, or 0 if integers are unpacked int8.
         transposed: Whether the integers are stored transposed and unsigned.
-        offset: Number added to zero points, modulo the number of codes.
-        symmetric: Whether zero points must be the middle of the codes.
-        optional: Which inputs of ``zero``, ``order`` and ``shape`` follow integers and scales.
+        offset: Number added to stored zero points, modulo the number of codes.
+        symmetric: Whether all zero points must be the middle of the code range.
+        optional: Which of the inputs ``zero``, ``order`` and ``shape`` follow the scales.
     """
 
     group: int
@@ -48,10 +48,10 @@ class IntegerGroups(NamedTuple):
 
 
 class MlxGroups(NamedTuple):
-    """MLX elements with a scale for each group of columns.
+    """Parameters of MLX weights that have a scale for each group of columns.
 
     Attributes:
-        group: Columns of a group.
+        group: Number of columns in a group.
         bits: Bits of an element.
         mode: Mode of ``mlx.core.quantize``.
     """
@@ -62,12 +62,13 @@ class MlxGroups(NamedTuple):
 
 
 class CodeBlocks(NamedTuple):
-    """bitsandbytes codes with a scale for each block of elements.
+    """Parameters of bitsandbytes 4-bit weights that have a scale for each block of elements.
 
     Attributes:
-        block: Elements of a block.
-        nested_block: Scales in a block of quantized scales, or 0 if scales are not quantized.
-        offset: Number added to quantized scales.
+        block: Number of elements in a block.
+        nested_block: Number of quantized scales that share an outer scale, or 0 if scales are not
+            quantized.
+        offset: Number added to scales after they are dequantized.
     """
 
     block: int

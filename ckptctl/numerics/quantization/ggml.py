@@ -1,4 +1,4 @@
-"""Tensor types of GGUF files: their numbers, block sizes and bytes.
+"""Tensor types of GGUF files, with type numbers, elements per block and bytes per block.
 
 Source: ``GGML_QUANT_SIZES`` in the package ``gguf`` (0.19), ``ggml.h``.
 """
@@ -18,16 +18,16 @@ UNQUANTIZED_TYPES: Mapping[int, str] = {
     28: "float64",
     30: "bfloat16",
 }
-"""Types that store elements of a torch dtype."""
+"""Torch dtype of each unquantized GGUF tensor type, by type number."""
 
 
 class BlockType(NamedTuple):
-    """A block-wise tensor type, whose ``repr`` is part of plan digests.
+    """Tensor type that stores quantized elements in blocks; plan digests include its ``repr``.
 
     Attributes:
-        name: llama.cpp's name.
-        elements: Elements in a block.
-        nbytes: Bytes of a block.
+        name: Name of the type in llama.cpp.
+        elements: Number of elements in a block.
+        nbytes: Size of a block in bytes.
         understood: Whether the package ``gguf`` can dequantize it.
     """
 

@@ -1,8 +1,9 @@
-"""Find the linear weights of a model's layers in its family's tables.
+"""Find the weights of linear layers that ``--quantize`` may quantize.
 
-These are the matrices of the language model's layers, except those with a row for each token or
-expert, with a single row for each head, or in layers without the hidden size, such as a vision
-tower. ``Family.unquantized`` lists other weights that programs never read quantized.
+The family's tables list the matrices of the language model's layers. Matrices are excluded if they
+have a row for each token or expert, a single row for each head, or are in layers without the hidden
+size, such as a vision tower. ``Family.unquantized`` lists other weights that programs never read
+quantized.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ FUSED_MODULES = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
 )
-"""Modules that vLLM fuses: all or none are quantized, with one global scale.
+"""Groups of modules that vLLM fuses.
+
+The modules of a group must all be quantized or all unquantized, and share one global scale.
 
 Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
 """
 
 HIDDEN_DIM_BY_STACK = {"gate_up_proj": 2, "down_proj": 1}
-"""Expert stacks in a module ``experts``, and the dimension that is the hidden size.
+"""Stacked parameters of a module ``experts``, and the dimension of each that is the hidden size.
 
 Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
 
 class TensorRoles:
-    """Roles of the tensors in one layout of a family."""
+    """Determines the role of each tensor in one layout of a family."""
 
     def __init__(self, family: Family, layout: Layout) -> None:
         self._family = family
@@ -49,7 +52,7 @@ class TensorRoles:
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether the layout stores experts stacked in one tensor."""
+        """Whether the layout stores all experts of a layer stacked in one tensor."""
         return any(_is_expert_stack(leaf) for leaf in self._leaves.values())
 
     def get_role(self, key: str, shape: Sequence[int]) -> Role:
@@ -88,7 +91,10 @@ def _is_expert_stack(leaf: Leaf) -> bool:
 
 
 def _is_readable_stack(leaf: Leaf) -> bool:
-    """Return whether ``FP8Experts`` reads a stack, whose second axis must be the output."""
+    """Return whether transformers' ``FP8Experts`` can read a stack of experts.
+
+    The layout of the stack must be ``[experts, out, in]``.
+    """
     module, _, name = leaf.key.text.rpartition(".")
     hidden = HIDDEN_DIM_BY_STACK.get(name, 0)
     simple = all(len(group) == 1 for group in leaf.dims)
@@ -96,12 +102,12 @@ def _is_readable_stack(leaf: Leaf) -> bool:
 
 
 def _get_layer_prefix(leaf: Leaf) -> str:
-    """Return the common prefix of a layer's keys, without the layer number."""
+    """Return the key prefix before the layer number, such as ``model.layers.``."""
     return leaf.key.text.partition("{")[0]
 
 
 def find_fused_groups(names: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of weights among *names* that programs fuse."""
+    """Yield each group of weights among *names* that vLLM fuses into one weight."""
     available = set(names)
     for name in names:
         module = name.removesuffix(WEIGHT)
@@ -117,7 +123,7 @@ def find_fused_groups(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def find_expert_stack_groups(names: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the groups of expert stacks among *names* that belong to one module."""
+    """Yield the expert stacks among *names*, grouped by their ``experts`` module."""
     names_by_module: dict[str, list[str]] = {}
     for name in names:
         module, _, last_name = name.rpartition(".")
@@ -127,6 +133,6 @@ def find_expert_stack_groups(names: Collection[str]) -> Iterator[tuple[str, ...]
 
 
 def map_fused_groups(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-    """Map each of *names* to the names of the weights fused with it, including itself."""
+    """Map each of *names* to the fused group that it belongs to, or to only itself if none."""
     groups = {name: group for group in find_fused_groups(names) for name in group}
     return {name: groups.get(name, (name,)) for name in names}

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
 FP8, FP4 = "float8_e4m3fn", "uint8"
 FP8_BLOCK_SIZE = 128
-"""Rows and columns of an FP8 block, as in DeepSeek-V3."""
+"""Number of rows, and of columns, in an FP8 block, as in DeepSeek-V3."""
 MX_GROUP_SIZE, NVFP4_GROUP_SIZE = 32, 16
-"""Elements that share a scale, which is a power of two in MX formats and FP8 in NVFP4."""
+"""Number of consecutive elements that share a scale.
+
+Scales are powers of two (E8M0) in MX formats, and FP8 in NVFP4.
+"""
 COMPRESSED_TENSORS_VERSION = "0.20.0"
 
 Json = Mapping[str, object]
@@ -27,14 +30,14 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One of the tensors that store a quantized weight.
+    """One of the stored tensors of a quantized weight, such as the elements or the scales.
 
     Attributes:
-        suffix: Suffix that replaces ``.weight`` in the name.
+        suffix: Name suffix that replaces ``.weight``.
         kind: The kind in ``ckptctl/numerics/kinds`` that computes the tensor.
-        dtype: torch's name, or empty for the weight's dtype.
-        block: Rows and columns of the weight (0 for all) for each element of the tensor, or None if
-            the tensor is a single number.
+        dtype: Name of the torch dtype, or empty for the dtype of the weight.
+        block: Numbers of rows and columns of the weight (0 for all) that one element of the tensor
+            covers, or None if the tensor is a single number.
     """
 
     suffix: str
@@ -43,7 +46,10 @@ class StoredPart:
     block: tuple[int, int] | None
 
     def compute_stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
+        """Return the shape of this tensor, given the shape of the weight.
+
+        *weight_shape* is ``[rows, columns]`` or ``[experts, rows, columns]``.
+        """
         if self.block is None:
             return (1,)
         (*stack, rows, columns), (block_rows, block_columns) = weight_shape, self.block
@@ -54,7 +60,10 @@ class StoredPart:
         )
 
     def build_stored_name(self, weight_name: str) -> str:
-        """Return the name for a weight, which in an expert stack does not end in ``.weight``."""
+        """Return the name of this tensor for the weight *weight_name*.
+
+        Names of expert stacks do not end in ``.weight``.
+        """
         if weight_name.endswith(WEIGHT):
             return weight_name.removesuffix(WEIGHT) + self.suffix
         return weight_name + self.suffix.removeprefix(WEIGHT)
@@ -67,12 +76,12 @@ class Recipe:
     Attributes:
         name: Value of ``--quantize``.
         title: Description for messages.
-        parts: Tensors that store a weight, the quantized elements first.
-        build_config: Builds ``quantization_config`` of config.json, given the ignored modules.
-        column_multiple: Required divisor of a weight's number of columns.
-        shared_part: The part with one value for all weights that programs fuse, or None.
-        stack_multiples: Required divisors of the rows and columns of stacked experts, or None if
-            programs only read experts one by one.
+        parts: Tensors in which a weight is stored, the quantized elements first.
+        build_config: Builds ``quantization_config`` of config.json, given the unquantized modules.
+        column_multiple: Number by which a weight's number of columns must be divisible.
+        shared_part: The stored tensor that fused weights share, such as the global scale, or None.
+        stack_multiples: Numbers by which rows and columns of stacked experts must be divisible, or
+            None if no program reads stacked experts with this quantization.
     """
 
     name: str
@@ -97,13 +106,13 @@ def _build_fine_grained_config(ignored: Sequence[str]) -> dict[str, object]:
 def _build_float_settings(
     bits: int, strategy: str, group: int | None = None, scale: str = ""
 ) -> dict[str, object]:
-    """Return compressed-tensors' settings of symmetric floats with static scales.
+    """Build the compressed-tensors settings of symmetric floats with static scales.
 
     Args:
-        bits: Bits of a number.
-        strategy: compressed-tensors' name of the elements that share a scale.
-        group: Elements of a row in a group, or None.
-        scale: torch's name of the scales' dtype, or empty for the model's dtype.
+        bits: Bits of an element.
+        strategy: Value of ``strategy``, which states the elements that share a scale.
+        group: Number of consecutive elements in a group, or None if the strategy has no groups.
+        scale: Name of the torch dtype of the scales, or empty for the dtype of the model.
     """
     return {
         "num_bits": bits,
@@ -122,9 +131,9 @@ def _make_config_builder(
     """Return a function that builds a compressed-tensors config for linear layers.
 
     Args:
-        layout: compressed-tensors' name of the storage format.
-        weights: Settings of weights.
-        inputs: Settings of dynamically quantized activations, or None.
+        layout: Name of the storage format in compressed-tensors.
+        weights: Quantization settings of the weights.
+        inputs: Quantization settings of the activations, or None if they are not quantized.
     """
 
     def build_config(ignored: Sequence[str]) -> dict[str, object]:
@@ -224,5 +233,5 @@ RECIPES = (
 
 
 def get_recipes_by_name() -> Mapping[str, Recipe]:
-    """Return all recipes by name."""
+    """Return all recipes, keyed by the value of ``--quantize``."""
     return {recipe.name: recipe for recipe in RECIPES}

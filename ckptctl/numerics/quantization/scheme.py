@@ -1,7 +1,8 @@
 """Definition and registry of quantization schemes.
 
-Each module of ``schemes`` defines ``SCHEMES``, which determines the descriptions in ``inspect``,
-the names that families' tables need not have, the computations of ``--dequantize``, and the errors.
+Each module of ``schemes`` defines ``SCHEMES``, from which follow the descriptions that ``inspect``
+shows, the tensor names that families' tables need not list, how ``--dequantize`` computes weights,
+and which errors are raised.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ckptctl.numerics.quantization.statement import QuantizationConfig
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The tensors that store one weight quantized, and how to dequantize it.
+    """Stored tensors of one quantized weight, and how to dequantize it.
 
     Attributes:
         key: Name of the dequantized tensor.
         lead: Name of the tensor of quantized elements, which the dequantized tensor replaces.
-        inputs: Names of the tensors from which it is computed, in the order that the kind expects.
+        inputs: Names of the tensors that the computation reads, in the order that *kind* expects.
         description: Description for messages, such as ``fp8 blocks of 128x128``.
-        kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
-        shape: The shape that the kind computes.
+        kind: Name of the kind in ``ckptctl/numerics/kinds`` that computes the dequantized tensor.
+        shape: Shape of the computed tensor, before *transposed* applies.
         arguments: Arguments of the kind; see :class:`~ckptctl.catalog.ComputedTensor`.
         transposed: Whether the last two dimensions are swapped after the computation.
-        others: Names of other tensors of the weight, which the computation does not need.
+        others: Names of the weight's other tensors, which the computation does not read.
     """
 
     key: str
@@ -48,12 +49,12 @@ class QuantizedWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors that store the weight, the lead first."""
+        """Names of all stored tensors of the weight, with the quantized elements first."""
         return tuple(dict.fromkeys((*self.inputs, *self.others)))
 
     @property
     def scale_blocks(self) -> ScaleBlocks | None:
-        """Blocks of rows and columns that share a scale, or None for other scales."""
+        """Size of the blocks that share a scale, or None if scales are not for such blocks."""
         return self.arguments if isinstance(self.arguments, ScaleBlocks) else None
 
 
@@ -64,10 +65,10 @@ class TensorGroup:
     Attributes:
         key: Name of the dequantized tensor.
         lead: The tensor of quantized elements.
-        parts: The other tensors of the weight, by role.
+        parts: The other tensors of the weight, such as scales, by role.
         quant_config: The checkpoint's quantization config.
         read_values: Reads the bytes of a small tensor.
-        cache: Cache for values that a scheme derives from *statement*.
+        cache: Cache for values that a scheme derives from *quant_config*.
     """
 
     key: str
@@ -79,7 +80,7 @@ class TensorGroup:
 
     @property
     def module(self) -> str:
-        """Name of the layer, as quantization configs have it."""
+        """Name of the module that the weight belongs to, as quantization configs state it."""
         return self.key.removesuffix(".weight")
 
     def build_weight(
@@ -94,7 +95,7 @@ class TensorGroup:
     ) -> QuantizedWeight:
         """Build the quantized weight of the group.
 
-        The kind's inputs are the quantized elements, then the tensors in *roles* that are present.
+        The inputs of the kind are the quantized elements, then the existing tensors with *roles*.
         See :class:`QuantizedWeight` for the other parameters.
         """
         input_names = [self.parts[role].name for role in roles if role in self.parts]
@@ -112,7 +113,10 @@ class TensorGroup:
         )
 
     def mismatch_error(self, why: str, role: str | None = None) -> UnsupportedError:
-        """Build the error for tensors that do not match each other, naming the one with *role*."""
+        """Build the error for mismatched tensors of a weight.
+
+        The error names the tensor with *role*, or the quantized elements if none has that role.
+        """
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
             message = f"`{self.lead.name}` does not match its declared quantization"
@@ -123,23 +127,23 @@ class TensorGroup:
         return UnsupportedError(message, where=self.lead.name, why=f"{shapes}: {why}")
 
     def missing_setting_error(self, key: str, why: str) -> MappingError:
-        """Build the error for a required but missing or invalid setting."""
+        """Build the error for a required config setting that is missing or invalid."""
         error = self.quant_config.invalid_value_error(key, why)
         error.hint = f"correct the configuration to dequantize `{self.lead.name}`"
         return error
 
 
 Reason: TypeAlias = Callable[[TensorGroup], str | None]
-"""Function that returns why a rule applies to a weight, or None if it does not apply."""
+"""Function that returns why a rule applies to a weight, or None if the rule does not apply."""
 
 
 def always_required(_: TensorGroup) -> str:
-    """Return why a tensor is required for every weight."""
+    """Return the reason for a tensor that the scheme requires for every weight."""
     return "dequantization requires it"
 
 
 def never_applies(_: TensorGroup) -> None:
-    """Return None, since no reason applies."""
+    """Return None, for a tensor that is never required or never forbidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +155,9 @@ class WeightPart:
         required: Returns why the tensor must be present, or None if it may be missing.
         forbidden: Returns why the tensor must be absent, or None if it is allowed.
         is_complete: Returns whether a weight has the complete tensor, or None if the config decides
-            that. Without such a config, either all weights of a checkpoint have it or none.
-        drop_reason: Description of the tensor if dequantized models do not need it, else empty.
+            that. If no config decides, either all weights of a checkpoint have it or none.
+        drop_reason: Description of the tensor if dequantized models do not need it, else an empty
+            string.
     """
 
     suffix: str
@@ -169,17 +174,18 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class NamingPattern:
-    """Names of the tensors that store one weight, as suffixes of a common prefix.
+    """Naming pattern of the tensors of one weight, as suffixes of a common prefix.
 
     Attributes:
         lead_suffix: Name suffix of the tensor of quantized elements.
         dtypes: Possible dtypes of that tensor.
         parts: The other tensors by role, which may be required, optional or forbidden.
-        build_weight: Checks such tensors and builds the weight, or None if the scheme is
-            unsupported.
+        build_weight: Checks the tensors of a weight and builds a :class:`QuantizedWeight`, or None
+            if the scheme is unsupported.
         dequantized_suffix: Name suffix of the dequantized tensor.
-        unique_suffixes: Name suffixes that identify the scheme, each with the dtypes for which that
-            holds (empty for any). Such a tensor without the others of its weight is an error.
+        unique_suffixes: Name suffixes that identify the scheme, each with the dtypes for which it
+            does so (empty for any dtype). A tensor with such a suffix is an error if other tensors
+            of its weight are missing.
     """
 
     lead_suffix: str
@@ -191,7 +197,7 @@ class NamingPattern:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """Name suffixes of all tensors of a weight."""
+        """Name suffixes of all tensors of a weight, required or not."""
         return (self.lead_suffix, *(part.suffix for part in self.parts.values()))
 
     def require_parts(self, group: TensorGroup) -> None:
@@ -214,7 +220,7 @@ class NamingPattern:
                 raise group.mismatch_error(f"{why}, so this tensor is not allowed", role)
 
     def find_unique_suffix(self, name: str, dtype: str) -> str | None:
-        """Return the suffix by which *name* identifies the scheme, or None."""
+        """Return the suffix of *name* that identifies the scheme, or None if it has none."""
         for suffix, dtypes in self.unique_suffixes.items():
             if name.endswith(suffix) and (not dtypes or dtype in dtypes):
                 return suffix
@@ -223,14 +229,15 @@ class NamingPattern:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A quantization scheme.
+    """Quantization scheme, such as GPTQ or block-wise FP8.
 
     Attributes:
         name: Name for messages.
         naming_patterns: Naming patterns of its tensors, most specific first.
-        methods: Values of ``quant_method`` for this scheme.
-        needs_no_config: Whether names, dtypes and shapes identify it without a config.
-        in_tables: Whether families' tables include its tensors.
+        methods: Values of ``quant_method`` that select this scheme.
+        needs_no_config: Whether tensor names, dtypes and shapes identify the scheme if the
+            checkpoint has no quantization config.
+        in_tables: Whether families' tables list the scheme's tensors.
         drop_reasons: Name suffixes of tensors that dequantized models do not need, with the
             reasons.
     """
@@ -243,7 +250,7 @@ class Scheme:
     drop_reasons: Mapping[str, str] = field(default_factory=dict)
 
     def can_apply(self, quant_config: QuantizationConfig) -> bool:
-        """Return whether a checkpoint with this quantization config may use the scheme."""
+        """Return whether a checkpoint with *quant_config* may contain weights of the scheme."""
         is_supported = any(pattern.build_weight for pattern in self.naming_patterns)
         return is_supported and (self.needs_no_config or quant_config.method in self.methods)
 
@@ -253,7 +260,7 @@ def missing_parts_error(group: TensorGroup, missing: Mapping[str, str]) -> Damag
 
     Args:
         group: The tensors that are present.
-        missing: Names of the missing tensors, and why they are required.
+        missing: Why each missing tensor is required, by tensor name.
     """
     verb = "is" if len(missing) == 1 else "are"
     return DamagedError(
@@ -265,7 +272,7 @@ def missing_parts_error(group: TensorGroup, missing: Mapping[str, str]) -> Damag
 
 @cache
 def load_schemes() -> tuple[Scheme, ...]:
-    """Load all schemes, in the order of their modules' names."""
+    """Load the schemes of all modules in ``schemes``, ordered by module name."""
     names = sorted(module.name for module in pkgutil.iter_modules(modules.__path__))
     loaded_modules = (importlib.import_module(f"{modules.__name__}.{name}") for name in names)
     all_schemes: list[Scheme] = []
@@ -275,7 +282,7 @@ def load_schemes() -> tuple[Scheme, ...]:
 
 
 def list_supported_methods() -> frozenset[str]:
-    """Return every supported ``quant_method``."""
+    """Return the values of ``quant_method`` that at least one scheme supports."""
     supported_schemes = (
         scheme
         for scheme in load_schemes()

@@ -1,4 +1,4 @@
-"""Quantization configs in a checkpoint's files.
+"""Read and compare the quantization configs in a checkpoint's files.
 
 Sources: ``quantization_config`` of transformers' ``config.json``, nested in the text config of
 newer multimodal models; ``compression_config`` of older compressed-tensors; ``quantization`` of
@@ -24,14 +24,14 @@ CONFIG_KEYS: Mapping[str, str] = {
     QUANTIZATION: "fp8",
     "compression_config": "compressed-tensors",
 }
-"""Keys of config.json with a quantization config, and its ``quant_method`` if it states none."""
+"""Keys of config.json that contain a quantization config, and the default ``quant_method``."""
 METHOD_KEY = "quant_method"
 SIDECAR_METHODS: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Separate files with a quantization config, and the ``quant_method`` that they imply."""
+"""Files that contain a quantization config, and the ``quant_method`` that each implies."""
 
 
 COMPARED_KEYS = (
@@ -47,8 +47,8 @@ class QuantizationConfig:
 
     Attributes:
         method: The ``quant_method``; empty if there is no config.
-        content: The config as it is in the file.
-        where: The key and the file, for errors.
+        content: The config as the file contains it.
+        where: Key and file that contain the config, for error messages.
     """
 
     method: str = ""
@@ -57,15 +57,15 @@ class QuantizationConfig:
 
     @property
     def weight_settings(self) -> Json:
-        """Settings of weights, which hf_quant_config.json nests one level deeper."""
+        """Quantization settings of weights, which hf_quant_config.json nests one level deeper."""
         part = self.content.get("quantization")
         return part if isinstance(part, Mapping) else self.content
 
     def read_number(self, key: str, least: int = 1) -> int | None:
-        """Return an integer of at least *least*, or None if it is not set.
+        """Return the integer under *key*, or None if *key* is not set.
 
         Raises:
-            MappingError: The value is not such an integer.
+            MappingError: The value is not an integer, or is less than *least*.
         """
         value = self.content.get(key)
         if value is None:
@@ -75,7 +75,7 @@ class QuantizationConfig:
         return value
 
     def read_flag(self, key: str) -> bool | None:
-        """Return a boolean, or None if it is not set.
+        """Return the boolean under *key*, or None if *key* is not set.
 
         Raises:
             MappingError: The value is not a boolean.
@@ -92,12 +92,12 @@ class QuantizationConfig:
 
 
 def find_quantization_config(config: Json) -> QuantizationConfig | None:
-    """Return the first quantization config in config.json, or None if there is none."""
+    """Return the first quantization config in config.json, or None if it contains none."""
     return next(iterate_quantization_configs(config), None)
 
 
 def iterate_quantization_configs(config: Json) -> Iterator[QuantizationConfig]:
-    """Yield all quantization configs in config.json, nested ones too."""
+    """Yield all quantization configs in config.json, including nested ones."""
     inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
     for name, part in {"": config, **inner}.items():
         if name.removesuffix(".") in CONFIG_KEYS or not isinstance(part, Mapping):
@@ -110,18 +110,18 @@ def iterate_quantization_configs(config: Json) -> Iterator[QuantizationConfig]:
 
 
 def parse_sidecar_config(name: str, content: Json) -> QuantizationConfig:
-    """Return the quantization config in a file of :data:`SIDECAR_METHODS`."""
+    """Parse the quantization config in *content* of a file *name* of :data:`SIDECAR_METHODS`."""
     return QuantizationConfig(str(content.get(METHOD_KEY, SIDECAR_METHODS[name])), content, name)
 
 
 def require_configs_agree(first: QuantizationConfig, second: QuantizationConfig) -> None:
     """Raise if two quantization configs contradict each other.
 
-    Case is ignored, since AutoAWQ writes GEMM in one file and gemm in the other; null states
-    nothing.
+    Case is ignored, since AutoAWQ writes GEMM in one file and gemm in the other. Null values are
+    not compared.
 
     Raises:
-        MappingError: A key has different values.
+        MappingError: A key of :data:`COMPARED_KEYS` has different values.
     """
     for key in COMPARED_KEYS:
         values = [quant_config.weight_settings.get(key) for quant_config in (first, second)]
@@ -138,7 +138,7 @@ def _fold_case(value: object) -> object:
 
 
 def strip_quantization_config(config: Json) -> dict[str, object]:
-    """Return config.json without its quantization configs."""
+    """Return a copy of config.json with all quantization configs removed."""
     remaining = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
     parts = {key: value for key, value in remaining.items() if key.endswith("_config")}
     return remaining | {

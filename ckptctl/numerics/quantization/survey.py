@@ -1,4 +1,4 @@
-"""Survey of a checkpoint's quantized weights, supported and unsupported."""
+"""Detect a checkpoint's quantized weights, of supported and unsupported schemes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ValueReader = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
 UNQUANTIZED_ENDINGS = (".weight", ".bias")
 UNQUANTIZED_DTYPES = ("bfloat16", "float16", "float32")
-"""A tensor with both such a suffix and such a dtype identifies no scheme."""
+"""Dtypes of tensors that are unquantized if their names end in ``UNQUANTIZED_ENDINGS``."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,13 @@ class QuantizationSurvey:
 
     Attributes:
         weights: Supported weights, in the checkpoint's order.
-        errors: Errors that schemes found, by the name of the tensor of quantized elements.
-        unknown: Names of tensors of unsupported schemes, or ``quantization_config`` for an unknown
-            method, mapped to the schemes.
+        errors: Errors in weights of supported schemes, by the name of the tensor of quantized
+            elements.
+        unknown: Unsupported schemes by tensor name, or by ``quantization_config`` if the method is
+            unknown.
         weights_without_scales: Names of quantized tensors without scales.
         scales_without_weights: Names of scales without quantized tensors.
-        dropped: Names of tensors that dequantized models do not need, mapped to descriptions.
+        dropped: Descriptions, by name, of tensors that dequantized models do not need.
     """
 
     weights: list[QuantizedWeight] = field(default_factory=list)
@@ -49,7 +50,7 @@ class QuantizationSurvey:
 
     @property
     def is_fully_supported(self) -> bool:
-        """Whether all quantized tensors are supported and complete."""
+        """Whether all quantized weights can be dequantized, i.e. are supported and complete."""
         return not (
             self.errors
             or self.unknown
@@ -59,7 +60,7 @@ class QuantizationSurvey:
 
     @property
     def scheme_by_tensor(self) -> dict[str, str]:
-        """Descriptions of how tensors are quantized.
+        """Descriptions of the quantization scheme by tensor.
 
         Keys are dequantized names of weights, names of quantized tensors with errors, and keys of
         :attr:`unknown`.
@@ -81,7 +82,7 @@ class QuantizationSurvey:
 
 
 def looks_unquantized(tensors: Tensors) -> bool:
-    """Return whether no tensor has a name or dtype of a quantization scheme."""
+    """Return whether names and dtypes alone show that no tensor is quantized."""
     return all(
         n.endswith(UNQUANTIZED_ENDINGS) and e.dtype in UNQUANTIZED_DTYPES
         for n, e in tensors.items()
@@ -96,7 +97,8 @@ def detect_quantized_weights(
     Args:
         tensors: All tensors of a checkpoint.
         quant_config: Quantization config of the checkpoint.
-        read_values: Reads the bytes of a small tensor, for schemes that shapes do not determine.
+        read_values: Reads the bytes of a small tensor, for schemes whose parameters are stored in
+            tensors.
     """
     if not quant_config.method and looks_unquantized(tensors):
         return QuantizationSurvey()
@@ -136,7 +138,7 @@ def _add_weights(
     quant_config: QuantizationConfig,
     read_values: ValueReader,
 ) -> set[str]:
-    """Add supported weights and errors, and return the names of their tensors."""
+    """Add supported weights and errors to *result*, and return the names of their tensors."""
     by_dtype: dict[str, list[NamingPattern]] = {}
     for pattern in (
         pattern
@@ -186,7 +188,7 @@ def _match_naming_pattern(
 ) -> tuple[NamingPattern, Tensors] | None:
     """Return the naming pattern of the quantized tensor *name*, and its other tensors by role.
 
-    If no pattern is complete, the one with the most tensors is returned, or None if there are none.
+    If no pattern has all of its tensors, the one with the most is returned, or None if none match.
     """
     best_match: tuple[NamingPattern, Tensors] | None = None
     for pattern in patterns:
@@ -206,7 +208,7 @@ def _match_naming_pattern(
 def _report_incomplete_weights(
     result: QuantizationSurvey, matched_groups: Sequence[tuple[NamingPattern, TensorGroup]]
 ) -> None:
-    """Report weights without a tensor that other weights of the same naming pattern have."""
+    """Add errors for weights with a tensor missing that other weights of the pattern have."""
     from ckptctl.numerics.quantization.scheme import missing_parts_error
 
     checked_parts = {
@@ -248,9 +250,10 @@ def _add_unpaired_tensors(
     tensors: Tensors,
     used_names: set[str],
 ) -> None:
-    """Add unpaired quantized tensors and scales with naming patterns that other weights have.
+    """Add quantized tensors without scales, and scales without quantized tensors, to *result*.
 
-    Without such weights, their names do not identify the scheme.
+    Only *patterns* of other, complete weights are checked, since names alone do not identify these
+    schemes.
     """
     for pattern in (pattern for pattern in patterns if pattern.lead_suffix):
         ends = tuple(part.suffix for part in pattern.parts.values() if part.is_always_required)
@@ -277,7 +280,7 @@ def _add_unknown_tensors(
     tensors: Tensors,
     used_names: Collection[str],
 ) -> None:
-    """Add tensors of unsupported schemes, and unpaired tensors of supported ones."""
+    """Add tensors of unsupported schemes, and unpaired ones of supported schemes, to *result*."""
     patterns = [
         (scheme, pattern) for scheme in _load_schemes() for pattern in scheme.naming_patterns
     ]
@@ -317,10 +320,10 @@ def _add_unknown_tensors(
 
 
 def to_dequantized_names(names: Collection[str]) -> Collection[str]:
-    """Replace the names of each quantized weight's tensors by its dequantized name.
+    """Replace the tensor names of each quantized weight by the name of the dequantized tensor.
 
-    *names* are returned unchanged unless one is to be dropped, or identifies a scheme with tensors
-    that the families' tables do not have (``Scheme.in_tables``).
+    *names* are returned unchanged if no tensor is to be dropped, and no name identifies a scheme
+    whose tensors are missing in the families' tables (``Scheme.in_tables``).
     """
     if all(name.endswith(UNQUANTIZED_ENDINGS) for name in names):
         return names
@@ -347,7 +350,7 @@ def to_dequantized_names(names: Collection[str]) -> Collection[str]:
 
 @cache
 def _list_identifying_suffixes() -> tuple[str, ...]:
-    """Return the name suffixes that identify schemes outside the families' tables."""
+    """List the name suffixes that identify schemes whose tensors are not in families' tables."""
     patterns = (
         pattern
         for scheme in _load_schemes()

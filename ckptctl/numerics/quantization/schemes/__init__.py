@@ -1,1 +1,4 @@
-"""The schemes: a module each, with ``SCHEMES``; see :mod:`ckptctl.numerics.quantization.scheme`."""
+"""Quantization schemes, one family of them per module.
+
+Each module defines ``SCHEMES``; see :mod:`ckptctl.numerics.quantization.scheme`.
+"""

@@ -61,7 +61,7 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
 
 
 def _zero_point_reason(group: TensorGroup) -> str:
-    """Return why zero points are required, or raise if the version is unsupported."""
+    """Return why the AWQ version requires zero points, or raise if the version is unsupported."""
     quant_config = group.quant_config
     for key in ("version", "format"):
         version = quant_config.content.get(key, SUPPORTED_VERSION)
@@ -75,7 +75,7 @@ def _zero_point_reason(group: TensorGroup) -> str:
 
 
 def _read_group_size(group: TensorGroup) -> int:
-    """Return the rows of a group, or -1 for all rows."""
+    """Read the number of rows in a group from the config, or -1 if a group spans all rows."""
     quant_config = group.quant_config
     bits = quant_config.read_number("bits") or quant_config.read_number("w_bit")
     if bits != BITS:

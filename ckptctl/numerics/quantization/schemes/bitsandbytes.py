@@ -1,6 +1,6 @@
-"""bitsandbytes: packed 4-bit codes with scales of blocks, or int8 with scales of rows.
+"""bitsandbytes: packed 4-bit codes with block-wise scales, or int8 with row-wise scales.
 
-Other parameters of a 4-bit weight are JSON in a tensor of bytes next to it.
+The other parameters of a 4-bit weight are stored as JSON in a separate uint8 tensor.
 
 Sources: ``QuantState`` in ``bitsandbytes/functional.py``; ``dequantize_bnb_weight`` in
 ``transformers``' ``integrations/bitsandbytes.py``.
@@ -67,7 +67,7 @@ def _build_4bit_weight(group: TensorGroup) -> QuantizedWeight:
 
 
 def _read_state(group: TensorGroup) -> Mapping[str, object]:
-    """Parse the quantization state in the tensor of bytes."""
+    """Parse the JSON quantization state of a 4-bit weight from its uint8 tensor."""
     entry = group.parts["state"]
     if entry.dtype != "uint8" or not 0 < entry.numel <= MAX_STATE_BYTES:
         raise group.mismatch_error("expected a few bytes of JSON", "state")

@@ -39,7 +39,7 @@ DTYPES_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "mxfp4-pack-quantized": ("uint8",),
     "mxfp8-quantized": (FP8,),
 }
-"""Dtypes of the weights in each supported format."""
+"""Possible dtypes of stored weights, by supported value of ``format``."""
 
 
 def _build_packed_weight(group: TensorGroup) -> QuantizedWeight:
@@ -61,7 +61,11 @@ def _build_packed_weight(group: TensorGroup) -> QuantizedWeight:
 
 
 def _read_packed_columns(group: TensorGroup, settings: WeightArguments, words: int) -> int:
-    """Return the number of packed columns, from the scales of groups or the ``shape`` tensor."""
+    """Return the number of columns of a packed weight.
+
+    It follows from the group scales, or from the weight's ``shape`` tensor if one scale covers a
+    row or more.
+    """
     shape = group.parts.get("shape")
     code = {"int64": "q", "int32": "i"}.get(shape.dtype) if shape else None
     if shape and (code is None or shape.shape != (len(group.lead.shape),)):
@@ -79,7 +83,7 @@ def _read_packed_columns(group: TensorGroup, settings: WeightArguments, words: i
 def _build_integer_weight(
     group: TensorGroup, settings: WeightArguments, shape: tuple[int, ...], bits: int = 0
 ) -> QuantizedWeight:
-    """Build a weight of integers with scales of tensors, channels or groups of columns."""
+    """Build an integer weight with a scale for each tensor, channel or group of columns."""
     width, count = _require_group_scales(group, settings, shape)
     if "zero" in group.parts:
         scale, zero = group.parts["scale"], group.parts["zero"]
@@ -106,7 +110,7 @@ def _build_integer_weight(
 def _require_group_scales(
     group: TensorGroup, settings: WeightArguments, shape: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Return the columns of a group and the groups of a row, or raise if scales do not match."""
+    """Return the columns per group and groups per row, or raise if the scales do not match."""
     scale, columns = group.parts["scale"], shape[-1]
     width = settings.group if settings.strategy == "group" else columns
     if settings.strategy not in ("group", "channel", "tensor") or not width or columns % width:
@@ -232,7 +236,10 @@ def _has_order(group: TensorGroup) -> bool | None:
 
 
 def _global_scale_reason(group: TensorGroup) -> str | None:
-    """Return why a weight has a global scale (it is NVFP4 if its scales are FP8), or None."""
+    """Return why a weight needs a global scale, or None if it needs none.
+
+    Packed FP4 weights with FP8 scales are NVFP4, which has one.
+    """
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
         return None

@@ -1,11 +1,11 @@
-"""Float8 weights with scales of blocks or of complete tensors, and packed FP4 experts.
+"""Float8 weights with block-wise or per-tensor scales, and packed FP4 experts.
 
 Scales in uint8 are powers of two (E8M0) and require a config that states this format. Experts may
 then be packed FP4 with such a scale for each 32 columns.
 
 Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py``; ``transformers``'
 ``integrations/finegrained_fp8.py``, for DeepSeek-V4's experts and MXFP8 as well; AutoFP8, whose
-``.weight_scale`` is the scale of a tensor.
+``.weight_scale`` is a per-tensor scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ DROP_REASONS = dict.fromkeys(
 def build_fp8_weight(
     group: TensorGroup, description: str, block: tuple[int, int]
 ) -> QuantizedWeight:
-    """Build a float8 weight with scales of blocks, which are clipped to the weight's shape."""
+    """Build a float8 weight with a scale for each *block* of rows and columns.
+
+    Blocks that are larger than the weight are clipped to its shape.
+    """
     block_rows, block_columns = (
         max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True)
     )
@@ -73,19 +76,22 @@ def _build_block_weight(group: TensorGroup) -> QuantizedWeight:
 
 
 def _has_blocks(group: TensorGroup) -> bool:
-    """Return whether the config states scales of blocks."""
+    """Return whether the quantization config states block-wise scales."""
     quant_config = group.quant_config
     return quant_config.method == MXFP8 or quant_config.content.get(BLOCK_KEY) is not None
 
 
 def _has_one_scale(group: TensorGroup) -> bool:
-    """Return whether the config states one scale for each weight."""
+    """Return whether the quantization config states per-tensor scales."""
     content = group.quant_config.content
     return BLOCK_KEY in content and not _has_blocks(group)
 
 
 def _has_all_scales(group: TensorGroup) -> bool | None:
-    """Return whether every block has a scale, or None if one is enough or the config decides."""
+    """Return whether the weight has a scale for every block.
+
+    The result is None if the weight is a single block, or if the config decides.
+    """
     weight, scale = group.lead, group.parts["scale"]
     if _has_blocks(group) or _has_one_scale(group) or len(weight.shape) < 2:
         return None
@@ -95,7 +101,7 @@ def _has_all_scales(group: TensorGroup) -> bool | None:
 
 
 def _list_scale_dtypes(group: TensorGroup) -> tuple[str, ...]:
-    """Return the possible dtypes of scales."""
+    """Return the possible dtypes of scales, including uint8 if the config states E8M0 scales."""
     quant_config = group.quant_config
     exponents = (
         quant_config.content.get(SCALE_FORMAT_KEY) == "ue8m0" or quant_config.method == MXFP8
@@ -104,7 +110,7 @@ def _list_scale_dtypes(group: TensorGroup) -> tuple[str, ...]:
 
 
 def _read_block_size(group: TensorGroup) -> tuple[int, int]:
-    """Return the rows and columns of a block."""
+    """Read the numbers of rows and columns in a block, or the defaults if the config has none."""
     match group.quant_config.content.get(BLOCK_KEY):
         case None:
             return (1, MX_GROUP_SIZE) if group.quant_config.method == MXFP8 else DEFAULT_BLOCK

@@ -1,4 +1,4 @@
-"""GGUF: rows of elements in blocks, each with its own scales.
+"""GGUF: rows that are split into blocks of elements, each block with its own scales.
 
 The GGUF reader names a quantized tensor by its name in the file, a dot and the type; its elements
 are the bytes of the blocks.

@@ -70,7 +70,7 @@ def _build_weight(group: TensorGroup) -> QuantizedWeight:
 
 
 def _read_zero_point_format(group: TensorGroup) -> str:
-    """Return the storage format of zero points."""
+    """Return the storage format of zero points, which is ``gptq`` or ``gptq_v2``."""
     settings = group.quant_config.content
     key = "checkpoint_format" if "checkpoint_format" in settings else "format"
     value = settings.get(key, FORMAT_V1)
@@ -84,7 +84,7 @@ def _read_zero_point_format(group: TensorGroup) -> str:
 
 
 def _read_packed_sizes(group: TensorGroup, bits: int) -> tuple[int, int]:
-    """Return the numbers of packed rows (in whole words) and columns."""
+    """Return the numbers of rows (unpacked) and columns of the transposed weight."""
     word_rows, columns = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
     rows = word_rows * WORD_BITS // bits
     order = group.parts.get("order")
@@ -96,7 +96,7 @@ def _read_packed_sizes(group: TensorGroup, bits: int) -> tuple[int, int]:
 
 
 def _read_group_sizes(group: TensorGroup, rows: int) -> tuple[int, int]:
-    """Return the rows of a group, and the number of groups."""
+    """Return the number of rows in a group, and the number of groups."""
     size = group.quant_config.read_number("group_size", -1)
     if size is None or size == 0:
         raise group.missing_setting_error("group_size", "expected a number of rows, or -1 for all")

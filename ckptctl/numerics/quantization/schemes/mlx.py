@@ -1,8 +1,8 @@
 """MLX: integers with a scale and a bias for each group of a row, or 4- or 8-bit floats.
 
 A row of elements is a row of uint32 with the first element in the lowest bits. ``quantization`` in
-config.json has the group size and the bits of an element, for all layers and, by path, for single
-layers.
+config.json states the group size and the bits of an element, for all layers and, by module path,
+for individual layers.
 
 Sources: ``mlx.core.quantize`` (0.32.4); mlx-lm's ``utils.py`` (0.32.2), ``load_model`` and
 ``quantize_model``.
@@ -29,7 +29,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 GROUP_SIZES = (32, 64, 128)
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 FLOAT_MODES = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""Group size and bits of an element in each mode with floats."""
+"""Group size and bits of an element, by mode with floating-point elements."""
 AFFINE_MODE = "affine"
 WORD_BITS = 32
 
@@ -73,7 +73,7 @@ def _require_scales(group: TensorGroup, mode: str) -> None:
 
 
 def _read_settings(group: TensorGroup) -> tuple[str, int, int]:
-    """Return the mode, the group size and the bits of an element."""
+    """Read the mode, the group size and the bits of an element from the layer's config."""
     quant_config = group.quant_config
     layer_settings = quant_config.content.get(group.module)
     if layer_settings is False:

@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: NVFP4 with scales of blocks and of the tensor, FP8 and MXFP8.
+"""NVIDIA's ModelOpt: NVFP4 with block-wise and per-tensor scales, FP8 and MXFP8.
 
 Source: ``to_quantized_weight`` in ``modelopt/torch/export/quant_utils.py`` and the classes in
 ``modelopt/torch/quantization/qtensor``; ``convert_hf_config.py`` for the config files.
@@ -30,7 +30,7 @@ FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 
 def _read_algorithm(group: TensorGroup, supported: tuple[str, ...]) -> Json:
-    """Return the settings of a layer's algorithm, which must be one of *supported*."""
+    """Return the config settings of a layer, or raise if its ``quant_algo`` is not *supported*."""
     quant_config, settings = group.quant_config, group.quant_config.weight_settings
     if settings.get("quant_algo") == MIXED_PRECISION:
         layers = settings.get("quantized_layers")
