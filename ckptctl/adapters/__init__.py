@@ -1,1 +1,1 @@
-"""Steps that combine a source with an adapter or with its base model."""
+"""Conversion steps that merge adapters into models, or fill a source from its base model."""

@@ -1,4 +1,4 @@
-"""Read and build the files next to an adapter, such as ``adapter_config.json``."""
+"""Read and build the config files of adapters, such as ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ckptctl.units import pluralize
 
 
 def open_adapter(draft: Draft) -> Draft:
-    """Select the LoRA factors for adapter formats, and read the model's config next to them."""
+    """Keep only the LoRA factors for adapter formats, and read the model's config files."""
     catalog, assets, target = draft.catalog, draft.assets, draft.target
     if target.adapters:
         catalog = select_factors(catalog)
@@ -57,7 +57,7 @@ def open_adapter(draft: Draft) -> Draft:
 
 
 def describe_adapter(draft: Draft) -> Draft:
-    """Set the adapter's PEFT config on the draft, for formats that store it in their own files."""
+    """Set the adapter's PEFT config on the draft, for formats that write it to their own files."""
     if not draft.is_adapter:
         return draft
     config = find_adapter_config(draft.catalog)
@@ -68,7 +68,7 @@ def describe_adapter(draft: Draft) -> Draft:
 
 
 def list_supported_fields(change: LayoutChange) -> tuple[str, ...]:
-    """List the PEFT config fields with tensors of their own that the output can store."""
+    """List the PEFT config fields that add tensors to an adapter and that the output can store."""
     if change.target_layout not in (None, *PEFT_LAYOUTS):
         return ()
     return MERGEABLE_FIELDS if change.keeps_names else TRAINED_FIELDS
@@ -131,7 +131,7 @@ def plan_adapter_files(draft: Draft) -> Draft:
 
 
 def _require_same_bias_scaling(change: LayoutChange, assets: Assets) -> None:
-    """Raise if source and target programs treat DoRA of layers with a bias differently."""
+    """Raise if programs of source and target apply DoRA differently to layers with a bias."""
     layouts = (change.source_layout or "", change.target_layout or "")
     scaling = [layout for layout in layouts if layout in SCALED_BIAS_LAYOUTS]
     if len(scaling) != 1 or change.family is None:
@@ -173,7 +173,7 @@ def build_adapter_config(
 
     Args:
         ranks: LoRA rank of each module.
-        adapter_settings: Alpha, and rank and alpha patterns.
+        adapter_settings: Alpha, rank patterns and alpha patterns.
         config: Existing config whose other fields are kept, or None.
         uses_dora: Whether the adapter has DoRA magnitudes.
         layers: Number of layers of the model, or None if unknown.
@@ -221,14 +221,17 @@ def build_adapter_config(
 
 
 def rename_config_modules(config: Json, change: LayoutChange) -> Json:
-    """Rename the layers in a PEFT config from the source's layout to the target layout."""
+    """Rename the modules in a PEFT config from the source layout to the target layout."""
     new_names = {item.sources[0].key: item.targets[0].key for item in change.tensors}
     versions = {change.source_layout, change.target_layout} <= {*PEFT_LAYOUTS}
     return rename_peft_modules(config, new_names) if versions else config
 
 
 def rename_peft_modules(config: Json, new_names: Mapping[str, str]) -> Json:
-    """Rename modules in a PEFT config by *new_names*, which maps old tensor names to new ones."""
+    """Rename the modules in a PEFT config.
+
+    *new_names* maps old tensor names to new tensor names.
+    """
     if all(old_name == new_name for old_name, new_name in new_names.items()):
         return config
     factor_modules = {
@@ -285,7 +288,10 @@ def _get_trained_module_name(key: str) -> str:
 
 
 def _rename_target_suffixes(targets: object, modules: Mapping[str, str]) -> list[str]:
-    """Rename the module suffixes in *targets*, or list full names if suffixes match too little."""
+    """Rename the module suffixes in *targets*.
+
+    If the new suffixes do not match all modules, the full module names are returned instead.
+    """
     ends = (
         [modules.get(str(target), str(target)) for target in targets]
         if isinstance(targets, list)

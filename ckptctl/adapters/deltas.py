@@ -1,4 +1,4 @@
-"""Match an adapter's factors to the rows of the model's tensors that they change."""
+"""Match an adapter's LoRA factors to the rows of the model tensors that they change."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Delta:
         key: Name of the model tensor.
         rows: The rows of the tensor that change.
         factors: Names of A and B in the adapter.
-        a: ``[rank, columns]``, with the columns in the model's order.
-        b: ``[rows, rank]``, with the rows in the order of *rows*.
-        magnitude: DoRA's row norms in the order of *rows*, or None without DoRA.
-        base_tensor: The adapter's own copy of the base tensor, to which the change is added
-            instead, or None.
-        bias: Name of the model's bias that DoRA scales too, and the index of its first element;
-            None if the bias stays as it is.
+        a: Factor A, ``[rank, columns]``, with the columns in the model's order.
+        b: Factor B, ``[rows, rank]``, with the rows in the order of *rows*.
+        magnitude: DoRA magnitudes in the order of *rows*, or None if the layer has no DoRA.
+        base_tensor: Copy of the base tensor in the adapter, to which the change is added instead
+            of the model's tensor, or None if the adapter has no copy.
+        bias: Name of the bias that DoRA scales too, and the index of the bias element for the
+            first row, or None if no bias is scaled.
     """
 
     key: str
@@ -55,13 +55,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """All changes of an adapter to one model.
+    """All changes that an adapter makes to one model.
 
     Attributes:
         changed: Low-rank changes of model tensors.
-        replaced: Fully trained tensors of the adapter, by the model tensor that they replace.
-        pinned: Changed or replaced model tensors whose dtype must stay.
-        logical_names: Logical names (from the family's tables) of everything changed or replaced.
+        replaced: Fully trained tensors of the adapter, by name of the replaced model tensor.
+        pinned: Names of changed or replaced model tensors that keep their dtype.
+        logical_names: Names, in the family's tables, of all changed or replaced tensors.
     """
 
     changed: tuple[Delta, ...]
@@ -86,9 +86,9 @@ def match_adapter(
         layouts: The layouts of the model and of the adapter.
         shapes: Shapes of the model's tensors.
         factors: The adapter's tensors.
-        sizes: Axis sizes from the model's configuration.
-        layer_lists: Lists of layer numbers from the configuration.
-        paths: Paths of the model and the adapter, for errors.
+        sizes: Axis sizes from the model's config.json.
+        layer_lists: Lists of layer numbers from the model's config.json.
+        paths: Paths of the model and the adapter, for error messages.
     """
     both_paths = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
@@ -117,7 +117,7 @@ def match_adapter(
 
 
 class _AdapterMatcher:
-    """Matcher of mapped adapter tensors to the mapped tensors of a model, by logical name."""
+    """Matches adapter tensors to model tensors by their names in the family's tables."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class _AdapterMatcher:
         }
 
     def build_deltas(self, paths: str) -> Deltas:
-        """Build the changes of all matched layers.
+        """Build the changes of all layers that the adapter matches.
 
-        *paths* names both checkpoints in errors.
+        *paths* names both checkpoints in error messages.
         """
         unmapped = [
             _get_source_key(item)
@@ -224,10 +224,10 @@ class _AdapterMatcher:
         )
 
     def _select_rows(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
-        """Return the rows of a factor or magnitude that belong to the rows of *layer*.
+        """Return the rows of *item*, a factor or magnitude, that apply to the rows of *layer*.
 
-        If a stored tensor interleaves the rows of several layers, all of its rows are returned,
-        since these layers share its factors.
+        If the stored factor interleaves the rows of several layers, all of its rows are returned,
+        since one low-rank change then applies to all of these layers.
         """
         if _find_stored_rows(layer) is not None and _find_stored_rows(item) is not None:
             return item.bind_entries(self.factors)
@@ -243,7 +243,11 @@ class _AdapterMatcher:
         return StridedTensor.from_entry(stored)
 
     def _find_scaled_bias(self, name: str) -> tuple[str, int] | None:
-        """Find the bias that DoRA scales with a layer, and the index of its first element."""
+        """Find the bias that DoRA scales with a layer.
+
+        Returns the key of the stored bias and the index of the layer's first element in it, or None
+        if no bias is scaled.
+        """
         layer_name, dot, indices = name.partition(".")
         bias_name = map_scaled_biases(self.family, self.layouts[1]).get(layer_name, "")
         item = self.model.get(f"{bias_name}{dot}{indices}")
@@ -267,7 +271,7 @@ class _AdapterMatcher:
         return next(leaves).dims[0]
 
     def _build_replacement(self, name: str, trained_tensor: ComposedTensor) -> StridedTensor:
-        """Return the adapter's replacement of a model tensor, or raise if their layouts differ."""
+        """Return the tensor that replaces model tensor *name*, or raise if layouts differ."""
         model_item, adapter_entry = self.model[name], self.factors[_get_source_key(trained_tensor)]
         if len(trained_tensor.sources) == 1 and not trained_tensor.sources[0].offset:
             if (
@@ -288,7 +292,10 @@ class _AdapterMatcher:
 def make_compute_input(
     root: TreePath, tensor: StridedTensor, computed: dict[str, ComputedTensor]
 ) -> ComputeInput:
-    """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
+    """Return *tensor* as an input of a virtual file.
+
+    If it is not a strided view of a stored tensor, it is added to *computed* as a virtual file.
+    """
     if tensor.parts and has_uniform_strides(tensor):
         return ComputeInput(root, build_view(tensor.parts[0].entry, tensor))
     rearranged_tensor = build_rearranged_file(root, tensor)
@@ -317,7 +324,10 @@ def _find_stored_rows(item: ComposedTensor) -> range | None:
 
 
 def _list_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-    """List, for each part, its first row, its origin and its axes along the stored rows."""
+    """List the stored first row, the first row and the row axes of each part of *item*.
+
+    Each axis is a tuple of size, step and stride.
+    """
     return [
         (
             part.stored_origin[0],

@@ -1,11 +1,11 @@
-"""LoRA factors of experts, per expert or stacked (PEFT's ``target_parameters``).
+"""Convert LoRA factors of experts between per-expert and stacked (``target_parameters``).
 
-transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks them,
-and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R consecutive
-rows of A, and every E-th column of B from the e-th on. The parameter is ``[E, out, in]`` or ``[E,
-in, out]``; the shapes of the factors tell which. Layers that the stack concatenates, such as gate
-and up, share A, and each has its own rows of B. When per-expert factors of such layers are joined,
-their ranks add up and B is block diagonal.
+transformers 4, vLLM and most trainers have separate layers for each expert. transformers 5 stacks
+them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E experts. Expert e has R
+consecutive rows of A, and the columns e, e + E, e + 2 E, ... of B. The parameter is ``[E, out,
+in]`` or ``[E, in, out]``, which follows from the shapes of the factors. Layers that the stack
+concatenates, such as gate and up, share A, and each has its own rows of B. When per-expert factors
+of such layers are joined, their ranks add up and B is block diagonal.
 
 Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
 ``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
@@ -72,12 +72,12 @@ _NESTED = re.compile(r"(\.base_layer)+\Z")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedParameter:
-    """Model parameter that LoRA factors change.
+    """Model parameter that one pair of LoRA factors changes (PEFT's ``target_parameters``).
 
     Attributes:
         key: Parameter name in the model.
-        module: Name prefix of the parameter's factors.
-        expert_count: Number of experts, which are the matrices of the parameter.
+        module: Name prefix of the LoRA factors.
+        expert_count: Number of experts, i.e. of matrices in the parameter.
         is_output_first: Whether each matrix is ``[out, in]`` instead of ``[in, out]``.
     """
 
@@ -93,7 +93,7 @@ def find_adapted_parameters(
     adapter_settings: AdapterSettings,
     model_tensors: Mapping[str, TensorEntry],
 ) -> tuple[AdaptedParameter, ...]:
-    """Find the model parameters that the ``target_parameters`` of an adapter change."""
+    """Find the model parameters that an adapter changes by ``target_parameters``."""
     target_parameters = (config or {}).get(TARGET_PARAMETERS)
     if not target_parameters:
         return ()
@@ -120,7 +120,7 @@ def _match_parameter(
     adapter_settings: AdapterSettings,
     model_tensors: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
-    """Yield the parameter that a module's factors change, if it is not a regular linear layer."""
+    """Yield the parameter that the factors of *module* change, unless it is a linear layer."""
     model_module = _NESTED.sub("", module).removeprefix(PEFT_PREFIX)
     parameter_names = [
         f"{model_module}.{target.rpartition('.')[2]}"
@@ -186,7 +186,7 @@ def _iterate_orientations(
     b: tuple[int, ...],
     adapter_settings: AdapterSettings,
 ) -> Iterator[AdaptedParameter]:
-    """Yield the orientations of a parameter of *shape* to which factors A and B can apply."""
+    """Yield a parameter for each orientation of *shape* that the shapes of A and B allow."""
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
@@ -200,7 +200,7 @@ def _iterate_orientations(
 
 
 def drop_parameter_factors(adapter: Catalog, parameters: Sequence[AdaptedParameter]) -> Catalog:
-    """Return the adapter without the factors of *parameters*."""
+    """Return a copy of the adapter catalog without the LoRA factors of *parameters*."""
     factor_names = {f"{parameter.module}{suffix}" for parameter in parameters for suffix in (A, B)}
     other_tensors = {
         name: entry for name, entry in adapter.tensors.items() if name not in factor_names
@@ -237,7 +237,7 @@ def iterate_expert_deltas(
 
 
 def convert_experts(draft: Draft) -> Draft:
-    """Unstack or stack an adapter's experts, as ``--experts`` requests."""
+    """Unstack or stack the experts' factors of an adapter, as ``--experts`` requests."""
     assert draft.options.experts is not None
     documents = draft.assets.documents
     return draft.with_catalog(
@@ -246,7 +246,7 @@ def convert_experts(draft: Draft) -> Draft:
 
 
 def drop_model_type(draft: Draft) -> Draft:
-    """Treat the model type as unknown, since no family's tables have factors of stacked experts."""
+    """Drop the model type, since no family's tables list LoRA factors of stacked experts."""
     layout = formats.get_format(draft.catalog.format).layout
     return replace(draft, model=draft.model.without_model_type(layout))
 
@@ -254,17 +254,18 @@ def drop_model_type(draft: Draft) -> Draft:
 def convert_expert_factors(
     catalog: Catalog, documents: Mapping[str, Json], form: ExpertForm
 ) -> Catalog:
-    """Return a PEFT adapter with its experts unstacked or stacked, without copying data.
+    """Return a PEFT adapter with the experts' factors unstacked or stacked, without copying data.
 
     Args:
         catalog: The adapter.
-        documents: Config files of its model.
-        form: ``apart`` for per-expert factors, ``stacked`` for ``target_parameters``.
+        documents: Config files of the adapter and its model, by name.
+        form: ``apart`` for per-expert factors, or ``stacked`` for ``target_parameters``.
 
     Raises:
         MappingError: Config files are missing, or the model has no experts that can be stacked.
         UnsupportedError: Factors of some experts are missing.
-        RefusedError: The adapter has no experts to convert, or experts of a stack differ in scale.
+        RefusedError: The adapter has no experts to convert, or the LoRA scales of the experts in a
+            stack differ.
     """
     config = find_adapter_config(catalog)
     if config is None:
@@ -325,7 +326,7 @@ def _rename_to_layout(
 
 
 def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog:
-    """Unstack the adapter's experts if the model stores them per expert."""
+    """Unstack the adapter's expert factors if the model stores experts separately."""
     config = (find_adapter_config(adapter) or {}).get(TARGET_PARAMETERS)
     if (
         not config
@@ -346,7 +347,7 @@ def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog
 
 
 def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
-    """Give each expert its own factors, which are views of the stacked factors."""
+    """Replace stacked factors by per-expert factors, which are views of the stacked tensors."""
     adapter_settings = parse_adapter_settings(config, supported=MERGEABLE_FIELDS)
     stack_by_key = {stack.key: stack for stack in stacks}
     parameters = find_adapted_parameters(
@@ -415,7 +416,7 @@ def _unstack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStac
 
 
 def _build_expert_pattern(part: ExpertSlice) -> str:
-    """Build a regex for a layer of all experts, with and without the expert number."""
+    """Build a regex that matches one layer of all experts, with or without an expert number."""
     module, _, layer_name = part.modules[0].rpartition(".")
     parent = re.escape(module.rpartition(".")[0])
     return rf"{parent}\.(\d+\.)?{re.escape(layer_name)}"
@@ -433,7 +434,7 @@ def _build_expert_views(
 def _extend_target_modules(
     target_modules: object, stack: ExpertStack, layer_names: Sequence[str]
 ) -> str:
-    """Build a ``target_modules`` regex for *target_modules* and the layers *layer_names*."""
+    """Extend ``target_modules`` to a regex that also matches *layer_names* of all experts."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
     alternatives = [target_modules] if isinstance(target_modules, str) else []
     if isinstance(target_modules, list) and target_modules:
@@ -451,7 +452,7 @@ def _extend_target_modules(
 
 
 def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]) -> Catalog:
-    """Join the per-expert factors of each layer to those of one stacked parameter."""
+    """Replace the per-expert factors of each layer by factors of one stacked parameter."""
     adapter_settings = parse_adapter_settings(config, supported=MERGEABLE_FIELDS)
     if config.get("use_dora"):
         raise RefusedError(
@@ -500,7 +501,7 @@ def _stack_experts(catalog: Catalog, config: Json, stacks: Sequence[ExpertStack]
 
 
 def _find_complete_slices(catalog: Catalog, stack: ExpertStack) -> list[ExpertSlice]:
-    """Return the slices of a stack for which the adapter has factors of all experts."""
+    """Return the slices of a stack that the adapter changes, or raise if experts are missing."""
     slices = []
     for part in stack.slices:
         is_present = [f"{PEFT_PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
@@ -524,7 +525,7 @@ def _join_factors(
     parts: Sequence[ExpertSlice],
     entries: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, ComputedTensor]:
-    """Build A and B of a stack, and the virtual file that computes B."""
+    """Build the entries of factors A and B of a stack, and the virtual file that computes B."""
     first_a = entries[f"{PEFT_PREFIX}{parts[0].modules[0]}{A}"]
     ranks = [entries[f"{PEFT_PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
@@ -566,7 +567,7 @@ def _compute_stack_alpha(
     entries: Mapping[str, TensorEntry],
     rank: int,
 ) -> float:
-    """Return the alpha of a stack with rank *rank*, or raise if its experts differ in scale."""
+    """Return the alpha of a stack of rank *rank*, or raise if the scales of its experts differ."""
     keys = [f"{PEFT_PREFIX}{module}{A}" for part in parts for module in part.modules]
     scales = {adapter_settings.compute_scale(key, entries[key].shape[0]): key for key in keys}
     if len(scales) > 1:
@@ -586,7 +587,7 @@ def _build_stacked_config(
     rank_and_alpha: Mapping[str, tuple[int, float]],
     stacks_with_factors: Sequence[tuple[ExpertStack, list[ExpertSlice]]],
 ) -> dict[str, object]:
-    """Build the PEFT config for stacked experts and the other adapted modules."""
+    """Build the PEFT config of an adapter with stacked experts and other modules."""
     expert_modules = {m for _, parts in stacks_with_factors for part in parts for m in part.modules}
     stacked_modules = tuple(key.rpartition(".")[0] for key in rank_and_alpha)
     factors = {get_module_name(name): name for name in tensors if name.endswith(A)}
@@ -624,7 +625,7 @@ def _build_stacked_config(
 
 
 def _matches_any(pattern: str, modules: Iterable[str]) -> bool:
-    """Return whether a rank or alpha pattern is for one of *modules*."""
+    """Return whether a rank or alpha *pattern* of PEFT matches one of *modules*."""
     return any(re.fullmatch(rf"(.*\.)?({pattern})", module) for module in modules)
 
 

@@ -1,4 +1,4 @@
-"""Parameters of a model that stack the experts of a layer, and their per-expert layers."""
+"""Find model parameters that stack the experts of a layer, and the equivalent linear layers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ExpertSlice:
     """One linear layer of every expert, as a slice of a stacked parameter.
 
     Attributes:
-        start: First output row in the stack.
-        rows: Number of output rows.
-        modules: Module names, one for each expert.
+        start: Index of the slice's first output feature in the stacked parameter.
+        rows: Number of output features.
+        modules: Names of the linear layers, one for each expert.
     """
 
     start: int
@@ -42,7 +42,7 @@ class ExpertStack:
 
     Attributes:
         key: Parameter name in the model.
-        inputs: Input features of each linear layer.
+        inputs: Number of input features of each linear layer.
         is_output_first: Whether each matrix is stored as ``[out, in]`` instead of ``[in, out]``.
         slices: The linear layers that are concatenated along the output, such as gate and up.
     """
@@ -54,17 +54,17 @@ class ExpertStack:
 
     @property
     def expert_count(self) -> int:
-        """Number of experts."""
+        """Number of experts in the stack."""
         return len(self.slices[0].modules)
 
     @property
     def outputs(self) -> int:
-        """Total number of output features of all parts."""
+        """Total number of output features of all slices."""
         return sum(part.rows for part in self.slices)
 
     @property
     def entry(self) -> TensorEntry:
-        """The parameter's shape as a catalog entry without data."""
+        """Catalog entry with the shape of the parameter, but without data."""
         matrix_shape = (
             (self.outputs, self.inputs) if self.is_output_first else (self.inputs, self.outputs)
         )
@@ -89,7 +89,7 @@ def require_family(catalog: Catalog, config: Json | None) -> Family:
 
 
 def iterate_expert_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
-    """Yield the parameters in which the model's experts can be stacked."""
+    """Yield the parameters of the model in which its experts can be stacked."""
     family = require_family(catalog, config)
     sizes = read_sizes(family, config)
     templates = map_stacked_templates(family)
@@ -110,7 +110,10 @@ def iterate_expert_stacks(catalog: Catalog, config: Json | None) -> Iterator[Exp
 def map_stacked_templates(
     family: Family,
 ) -> dict[Template, list[tuple[LogicalTensor, Leaf, Leaf]]]:
-    """Map the key template of each expert stack to its tensors in both layouts."""
+    """Map the key template of each expert stack to the tensors in it.
+
+    Each value is a list of tuples: a logical tensor, its stacked leaf and its per-expert leaf.
+    """
     if not {HF, STACKED} <= {*family.layouts}:
         return {}
     per_expert_leaves = family.get_layout(HF).leaves
@@ -128,7 +131,7 @@ def map_stacked_templates(
 
 
 def count_expert_layers(family: Family, keys: Collection[str]) -> dict[str, int]:
-    """Map each of *keys* that stacks experts to the number of linear layers in it."""
+    """Map those of *keys* that stack experts to the number of linear layers in the stack."""
     templates = map_stacked_templates(family)
     groups = match_keys(family, family.get_layout(STACKED), keys).groups if templates else ()
     keys_by_template = {group.stored.template: group.keys for group in groups}
@@ -153,7 +156,7 @@ def _stacks_experts(leaf: Leaf, per_expert: Leaf) -> bool:
 def _build_stacks(
     family: Family, parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]], sizes: Mapping[str, int]
 ) -> Iterator[ExpertStack]:
-    """Yield one stack for each decoder layer."""
+    """Yield the expert stack of each decoder layer."""
     tensor, leaf, per_expert = parts[0]
 
     def compute_axes_size(axes: tuple[str, ...]) -> int:

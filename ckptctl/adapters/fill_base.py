@@ -1,4 +1,4 @@
-"""Read the base of ``--fill-from``, and require that it is the same model as the source."""
+"""Read the ``--fill-from`` base, and check that it is the same model as the source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
-    """Open the base, described by *documents* if it has no config files."""
+    """Open the ``--fill-from`` base, using the config files *documents* if it has none."""
     assert options.fill_from is not None
     catalog = strip_wrappers(formats.open_checkpoint(options.fill_from))
     if options.dequantize and find_quantized_tensors(catalog):
@@ -58,7 +58,7 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
 
 
 def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -> MappingError:
-    """Build the error for a base that is not the model of the source."""
+    """Build the error for a base that is not the same model as the source."""
     return MappingError(
         f"{format_option('--fill-from')} names a different model",
         where=f"{draft.catalog.path} and {base.catalog.path}",
@@ -68,7 +68,7 @@ def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -
 
 
 def recognize_as_base_model(draft: Draft, base: Model, family: Family) -> Draft:
-    """Recognize the source as the base's model type, or as the text model of that type."""
+    """Recognize the source as the base's model type, or as the text model of that model type."""
     model = draft.model
     if model.model_type == family.name:
         return draft
@@ -93,7 +93,10 @@ def recognize_as_base_model(draft: Draft, base: Model, family: Family) -> Draft:
 
 
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
-    """Raise if the configs differ on sizes or switches, and note other differences."""
+    """Raise if the configs of source and base differ in sizes or switches.
+
+    Other differences are noted on the draft.
+    """
     source_files = [item for item in draft.assets.described if item.name in CONFIG_FILES]
     structural_facts = {
         get_size_field(family, axis) for axis in family.sizes
@@ -113,7 +116,7 @@ def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
 
 
 def map_base_to_layout(base: Model, layout: str) -> LayoutChange:
-    """Map the tensors of the base to *layout*."""
+    """Map the tensors of the base to the tensor names of *layout*."""
     try:
         return change_layout_checked(base, base.tensors, LayoutRequest(layout))
     except CkptError as error:

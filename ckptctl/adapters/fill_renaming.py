@@ -28,7 +28,7 @@ from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 
 
 def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
-    """Rename a text model's tensors to those of *joint_family*, the vision-language model.
+    """Rename a text model's tensors to the names in *joint_family*, its vision-language model.
 
     Returns:
         The renamed draft, or None if the source is not that text model or config.json does not
@@ -74,7 +74,7 @@ def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
 
 
 def _nest_text_config(file: ModelDescription, config: Json, module: str) -> ModelDescription:
-    """Return the text model's own config.json as a config of the vision-language model."""
+    """Nest the config.json of a text model, as in the config.json of the vision-language model."""
     if (
         file.name != CONFIG
         or file.assets
@@ -95,10 +95,10 @@ def rename_to_layout(draft: Draft, layout: str) -> Draft:
 
 
 def rename_tensors(draft: Draft, change: LayoutChange, root: str) -> Draft:
-    """Rename the source's tensors as *change* does, without copying data.
+    """Rename the source's tensors by the layout change *change*, without copying data.
 
     Raises:
-        MappingError: The change drops or creates tensors.
+        MappingError: *change* drops or creates tensors.
     """
     catalog = draft.catalog
     zeros = {item.key for item in change.zeros}
@@ -144,7 +144,7 @@ def make_virtual_tensors(
     label: str,
     paths: Mapping[str, KeyPath],
 ) -> tuple[dict[str, TensorEntry], dict[str, ComputedTensor]]:
-    """Build virtual files for tensors of another layout.
+    """Build entries and virtual files for the tensors of another layout.
 
     Args:
         catalog: The checkpoint from which the tensors are computed.
@@ -167,13 +167,13 @@ def make_virtual_tensors(
 
 
 def build_sibling_path(entry: TensorEntry, root: str, key: str) -> KeyPath:
-    """Return the key path of the model's tensor *key* in the container of *entry*."""
+    """Return the key path of the model's tensor *key*, in the same state dict as *entry*."""
     head, prefix = split_at_container(entry.path, root)
     return (*head, root.removeprefix(prefix) + key)
 
 
 def label_virtual_files(catalog: Catalog, label: str) -> Catalog:
-    """Prefix the names of *catalog*'s virtual files, so that they collide with no others.
+    """Prefix the names of *catalog*'s virtual files, so that they are unique across catalogs.
 
     Args:
         catalog: A catalog without rearranged tensors among its virtual files.

@@ -1,4 +1,4 @@
-"""Tensors of a ``--fill-from`` base that the source needs, and checks of their dtypes."""
+"""Select the tensors of a ``--fill-from`` base that the source needs, and check their dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MTP_LAYER_KEYS = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
     *("mtp_num_layers", "num_mtp_layers"),
 )
-"""Keys of config.json with the number of MTP (multi-token prediction) layers."""
+"""Keys of config.json that state the number of MTP (multi-token prediction) layers."""
 
 
 def find_unneeded_keys(
@@ -31,7 +31,7 @@ def find_unneeded_keys(
     base_config: Json | None,
     notes: Notes,
 ) -> set[str]:
-    """Find keys of the base that the source's configuration excludes.
+    """Find the base's tensors that a model with the source's config.json does not have.
 
     Args:
         family: The model's family.
@@ -69,7 +69,7 @@ def find_unneeded_keys(
 
 
 def _list_mtp_tensors(family: Family) -> set[str]:
-    """Return the logical names of tensors of MTP layers."""
+    """List the names, in the family's tables, of all tensors of MTP layers."""
     mtp_indices = {shift.index for shift in family.shifts if shift.place == "after"}
     return {
         name
@@ -79,7 +79,7 @@ def _list_mtp_tensors(family: Family) -> set[str]:
 
 
 def _count_mtp_layers(family: Family, config: Json | None) -> int | None:
-    """Return the number of MTP layers that a configuration states, or None."""
+    """Return the number of MTP layers, or None if the config does not state it."""
     module = split_aliases(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
     prefixes = ("", f"{module}.") if module else ("",)
     values = (
@@ -97,14 +97,14 @@ def require_same_dtypes(
 ) -> None:
     """Raise if filling would mix dtypes or quantization schemes, unless ``--dtype`` casts all.
 
-    Quantized tensors must use a scheme that the source uses.
+    Quantized tensors of the base must use a quantization scheme that the source also uses.
 
     Args:
         draft: The conversion of the source.
         base: The base of ``--fill-from``.
         family: Family of both models.
         filled_entries: Tensors of the base that fill the source, by key.
-        base_names: Tensor name in the base of each key.
+        base_names: Name of each key's tensor in the base.
     """
     where = f"{draft.catalog.path} and {base.catalog.path}"
     source_schemes, base_schemes = (
@@ -158,7 +158,7 @@ def require_same_dtypes(
 
 
 def _is_pinned(draft: Draft, family: Family, key: str) -> bool:
-    """Return whether a tensor is never cast, so its dtype may differ."""
+    """Return whether a tensor is never cast, so that it may have another dtype than the source."""
     match = next(family.get_layout(draft.model.layout or HF).table.iterate_matches(key), None)
     parts = getattr(match[0], "parts", ()) if match else ()
     return any(t.name.partition(".")[0] in family.pinned for t, _ in parts)

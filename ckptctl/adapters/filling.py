@@ -1,7 +1,8 @@
 """Fill tensors that the source is missing with tensors of the ``--fill-from`` base.
 
-If both have a tensor, the source's is kept. The base is a checkpoint of the same model, in any
-format and layout. Sizes, switches and shapes are compared, and contradictions are errors.
+If source and base both have a tensor, the tensor of the source is kept. The base is a checkpoint
+of the same model, in any format and layout. Sizes, switches and shapes are compared, and
+contradictions are errors.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _align_layouts(draft: Draft, base: Model, family: Family) -> tuple[Draft, La
 def _add_base_tensors(draft: Draft, base: Model, family: Family, change: LayoutChange) -> Draft:
     """Add the missing tensors, taken from the base or derived from the source's own tensors.
 
-    MTP layers may repeat the embedding and the head. Such copies are made of the source's tensors.
-    Tensors of zeros that only some layouts store are created.
+    If MTP layers repeat the embedding and the head, the copies are made from the source's tensors.
+    All-zero tensors that only some layouts store are created.
     """
     model, root, source_tensors = draft.model, draft.model.root, draft.model.tensors
     catalog, parts = apply_layout_change(base.catalog, change, base.root)
@@ -171,7 +172,10 @@ def _require_same_shapes(draft: Draft, base: Model, parts: Mapping[str, Composed
 def _note_suspicious_tensors(
     draft: Draft, family: Family, taken: Sequence[str], matched: MatchedKeys
 ) -> None:
-    """Note filled tensors that the source has in other layers, so it may be incomplete."""
+    """Note filled tensors that exist in other layers of the source.
+
+    They suggest that the source is incomplete.
+    """
     layout = family.get_layout(draft.model.layout or HF)
     groups = match_keys(family, layout, draft.model.tensors).groups
     source_names = {tensor.name for group in groups for tensor, _ in group.stored.parts}

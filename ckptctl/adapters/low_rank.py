@@ -1,4 +1,4 @@
-"""Low-rank factors of a weight change, by singular value decomposition.
+"""Compute low-rank factors of weight changes by singular value decomposition.
 
 Truncating the decomposition gives the closest matrix of a rank in the Frobenius norm (Eckart and
 Young, 1936).
@@ -21,12 +21,12 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Factors B and A whose product approximates a change.
+    """Factors B and A whose product approximates a weight change.
 
     Attributes:
-        a: ``[rank, columns]``.
-        b: ``[rows, rank]``; both factors contain the square roots of the singular values.
-        relative_error: Relative Frobenius error of their product.
+        a: Factor A, ``[rank, columns]``, scaled by the square roots of the singular values.
+        b: Factor B, ``[rows, rank]``, scaled in the same way.
+        relative_error: Frobenius norm of the error of B A, divided by the norm of the change.
         relative_change: Frobenius norm of the change, divided by the norm of the base.
     """
 
@@ -37,16 +37,16 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Rank of the factors."""
+        """Rank of the factors, i.e. the number of singular values that are kept."""
         return len(self.a)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """Difference of a fine-tuned weight and its base.
+    """Difference between a fine-tuned weight and its base weight.
 
     Attributes:
-        delta: ``[rows, columns]``, in float32 or float64.
+        delta: The difference ``[rows, columns]``, in float32 or float64.
         base_norm: Frobenius norm of the base weight.
     """
 
@@ -71,9 +71,9 @@ def compute_factors(
     Args:
         name: Tensor name for errors.
         change: The difference of two weights, overwritten here.
-        rank: Number of terms to keep, or None to keep as many as *energy* requires.
-        energy: Least fraction of the sum of squared singular values to keep.
-        dtype: torch's name of the factors' dtype; reported errors include rounding to it.
+        rank: Number of singular values to keep, or None to keep as many as *energy* requires.
+        energy: Minimum fraction of the sum of squared singular values to keep.
+        dtype: Name of the torch dtype of the factors. Reported errors include rounding to it.
 
     Raises:
         RefusedError: An element is infinite or NaN.
@@ -112,12 +112,13 @@ def compute_factors(
 
 @dataclass(slots=True)
 class StackedFactors:
-    """Factors of a stacked parameter's matrices, collected one by one in PEFT's layout.
+    """Collects the factors of a stacked parameter matrix by matrix, in PEFT's layout.
 
     Attributes:
         shape: ``[matrices, rows, columns]``.
-        parts: Number of layers concatenated along the rows; each gets its own terms.
-        dtype: torch's name of the factors' dtype.
+        parts: Number of linear layers concatenated along the rows, each of which is factored
+            separately.
+        dtype: Name of the torch dtype of the factors.
     """
 
     shape: tuple[int, ...]
@@ -129,7 +130,7 @@ class StackedFactors:
     def add_change(
         self, name: str, expert: int, change: WeightChange, rank: int | None, energy: float | None
     ) -> None:
-        """Add a changed matrix, overwriting *change*."""
+        """Factor the change of one expert's matrix and add the factors, overwriting *change*."""
         import torch
 
         for part, delta in enumerate(change.delta.chunk(self.parts)):
@@ -145,14 +146,14 @@ class StackedFactors:
         self._norms.append((0.0, 0.0, change.base_norm))
 
     def add_unchanged(self, base: torch.Tensor) -> None:
-        """Add a matrix without a change."""
+        """Add a matrix that fine-tuning did not change."""
         import torch
 
         self._norms.append((0.0, 0.0, torch.linalg.norm(base.float()).item()))
 
     @property
     def joined_factors(self) -> Factors | None:
-        """Factors of the complete stack, or None if unchanged.
+        """Factors of the complete stack, or None if no matrix changed.
 
         Reading the property frees the collected factors.
         """
@@ -189,7 +190,7 @@ class StackedFactors:
 
 
 def _count_terms(values: torch.Tensor, energy: float) -> int:
-    """Return the least number of values with at least *energy* of the sum of squares."""
+    """Return how many of the largest *values* reach the fraction *energy* of the sum of squares."""
     import torch
 
     squares = values.to(torch.float64).square()
@@ -199,7 +200,7 @@ def _count_terms(values: torch.Tensor, energy: float) -> int:
 
 
 def are_equal(first_tensor: torch.Tensor, second_tensor: torch.Tensor) -> bool:
-    """Return whether two tensors hold equal values (or NaN), regardless of dtype."""
+    """Return whether all elements of two tensors are equal or both NaN, regardless of dtype."""
     import torch
 
     if first_tensor.dtype == second_tensor.dtype and not first_tensor.is_floating_point():

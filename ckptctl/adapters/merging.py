@@ -1,8 +1,8 @@
 """Merge an adapter into its model: ``W + s B A``, while the model is converted.
 
-The changed tensors are virtual files of the model's catalog, computed as they are read
-(:mod:`ckptctl.numerics.kinds.lora`) in float32 and rounded once; everything else is an ordinary
-conversion.
+The changed tensors are virtual files in the model's catalog, which are computed in float32 and
+rounded once when they are read (see :mod:`ckptctl.numerics.kinds.lora`). Otherwise, a merge is an
+ordinary conversion.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ckptctl.units import pluralize
 
 ARGUMENT_ORDER_HINT = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
 MAX_FACTOR_BYTES = 256 << 20
-"""Largest A in float32, in bytes: every thread keeps one in memory."""
+"""Size limit of factor A in float32, in bytes, since every thread keeps one A in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def plan_merge(
 
 
 def _require_writable_format(base: str | TreePath, options: MergeOptions) -> str:
-    """Return the base's format, or raise if it can only be read."""
+    """Return the name of the base's format, or raise if it cannot be written."""
     source_format = (
         formats.get_format(options.from_format)
         if options.from_format
@@ -128,8 +128,8 @@ class AdapterMerge:
     Attributes:
         adapter: Catalog of the adapter.
         layout: Layout of the adapter, set when it is matched.
-        root: Prefix of its keys in a larger state dict, set when it is matched.
-        scales: Scales of B A that were used.
+        root: Key prefix of the adapter in a larger state dict, set when it is matched.
+        scales: The distinct factors by which B A is multiplied, filled during the merge.
         matched: The changes, set when the adapter is matched.
     """
 
@@ -151,7 +151,7 @@ class AdapterMerge:
         return draft.with_catalog(self.merge_into_model(draft.model))
 
     def merge_into_model(self, model: Model) -> Catalog:
-        """Return the model's checkpoint with the changed tensors in virtual files."""
+        """Return the model's catalog with the changed tensors replaced by virtual files."""
         catalog = model.catalog
         if has_adapter_factors(catalog.tensors):
             raise MappingError(
@@ -211,7 +211,7 @@ class AdapterMerge:
 
         Raises:
             MappingError: The model is missing layers of the adapter.
-            UnsupportedError: Magnitudes, biases or trained modules are missing in the adapter.
+            UnsupportedError: The adapter is missing magnitudes, biases or fully trained modules.
         """
         model_tensors = model.tensors
         unstacked = unstack_for_model(self.adapter, model, family)
@@ -256,7 +256,7 @@ class AdapterMerge:
         self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
 
     def _require_untied(self, changed_names: set[str], model: Model) -> None:
-        """Raise if only one of two tied or shared tensors would change."""
+        """Raise if the merge would change only one of two tensors that are tied or share memory."""
         catalog, family = model.catalog, choose_family(model, model.layout)
         hint = f"convert the model with {format_option('--untie')} first"
         for name, entry in catalog.tensors.items():
@@ -305,7 +305,7 @@ class AdapterMerge:
         deltas_of_bias: Sequence[Delta],
         computed: dict[str, ComputedTensor],
     ) -> ComputedTensor:
-        """Return a bias that DoRA scales like the rows of its weight."""
+        """Build the virtual tensor of a bias that DoRA scales like the rows of its weight."""
         _require_float(bias.entry)
         factors, arguments = self._build_factor_inputs(deltas_of_bias, computed)
         inputs = [bias]
@@ -317,7 +317,7 @@ class AdapterMerge:
     def _build_factor_inputs(
         self, weight_deltas: Sequence[Delta], computed: dict[str, ComputedTensor]
     ) -> tuple[list[list[ComputeInput]], tuple[LoraUpdate, ...]]:
-        """Return the factors of each delta, and the arguments of the virtual file's kind.
+        """Return the input tensors of each delta, and the kind's argument for each delta.
 
         Factors that need another element order are added to *computed* as virtual files.
         """
@@ -355,7 +355,10 @@ def _group_deltas(
 
 
 def _add_float32_file(entry: TensorEntry, computed: dict[str, ComputedTensor]) -> TensorEntry:
-    """Return a dequantized tensor before it is rounded, adding its virtual file to *computed*."""
+    """Return a dequantized tensor in float32, i.e. unrounded, and add its file to *computed*.
+
+    The entry is returned unchanged if the tensor is stored, or cannot overflow.
+    """
     extent, *more_extents = entry.extents
     virtual_file = computed.get(extent.file)
     if virtual_file is None or more_extents or not can_overflow(virtual_file):

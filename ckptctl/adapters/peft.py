@@ -1,4 +1,4 @@
-"""Scale and target layers of an adapter in PEFT's ``adapter_config.json``.
+"""Read and write scales and target modules in PEFT's ``adapter_config.json``.
 
 Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
 ``tune_to_peft_adapter_config``.
@@ -41,10 +41,10 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes of factors, and of the weights that they change."""
+"""Supported dtypes of LoRA factors and of the weights that they change."""
 TARGET_PARAMETERS = "target_parameters"
 EXPERT_LAYER_NAMES = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-"""Names by which PEFT recognizes layers of single experts (``_MOE_TARGET_MODULE_MAPPING``)."""
+"""Module names that PEFT treats as layers of one expert (``_MOE_TARGET_MODULE_MAPPING``)."""
 WEIGHT = ".weight"
 MAMBA_TYPES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 UNSUPPORTED_MAMBA_LAYERS = frozenset({"conv1d", "out_proj"})
@@ -58,7 +58,7 @@ _MAX_MATCH_PATHS = 1 << 20
 
 
 def require_simple_patterns(patterns: Mapping[str, object], where: str) -> None:
-    """Raise if a regex is malformed, or could take too long to match."""
+    """Raise if a regex in *patterns* is malformed, or could take too long to match."""
     for text in patterns:
         try:
             re.compile(text)
@@ -136,9 +136,9 @@ UNSUPPORTED_FIELDS = {
 }
 BIAS_VALUES = ("lora_only", "all")
 TRAINED_FIELDS = ("bias",)
-"""Fields whose tensors are recognized by their names."""
+"""PEFT config fields whose tensors are recognized by their names."""
 MERGEABLE_FIELDS = (*TRAINED_FIELDS, TARGET_PARAMETERS)
-"""Fields whose tensors ``merge`` supports."""
+"""PEFT config fields whose tensors ``merge`` supports."""
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -148,12 +148,12 @@ class AdapterSettings:
 
     Attributes:
         alpha: PEFT's ``lora_alpha``, or None if unknown.
-        rank: The configured rank, or None if it follows from the shapes.
+        rank: The configured rank, or None if the shapes of the factors determine it.
         uses_rslora: Whether alpha is divided by the square root of the rank.
-        rank_pattern: ``rank_pattern``: ranks of modules that differ, by regex.
-        alpha_pattern: ``alpha_pattern``: alphas of modules that differ, by regex.
-        scaling: Factor of B A for all modules from ``--scaling``, or None.
-        uses_dora: Whether there are DoRA magnitudes, or None if the config does not state it.
+        rank_pattern: PEFT's ``rank_pattern``, which maps regexes of modules to their ranks.
+        alpha_pattern: PEFT's ``alpha_pattern``, which maps regexes of modules to their alphas.
+        scaling: Value of ``--scaling``, the factor of B A for all modules, or None if not set.
+        uses_dora: Whether modules have DoRA magnitudes, or None if the config does not state it.
         parameter_suffixes: Name suffixes of weights in ``target_parameters``.
     """
 
@@ -168,11 +168,11 @@ class AdapterSettings:
 
     @property
     def has_uniform_scale(self) -> bool:
-        """Whether all modules have the same alpha and rank, with alpha / rank as the scale."""
+        """Whether all modules have the same alpha and rank, and the scale is alpha / rank."""
         return not (self.uses_rslora or self.rank_pattern or self.alpha_pattern)
 
     def compute_scale(self, key: str, rank: int) -> float:
-        """Return the scale of B A for tensor *key*, which float32 can represent.
+        """Return the scale by which B A is multiplied for tensor *key* of rank *rank*.
 
         Raises:
             UnsupportedError: The rank differs from the config, or the scale is out of range.
@@ -205,7 +205,7 @@ class AdapterSettings:
         return math.sqrt(rank) if self.uses_rslora else rank
 
     def _get_target_name(self, module: str) -> str:
-        """Return PEFT's name of a layer, or of its weight if ``target_parameters`` lists that."""
+        """Return the name that PEFT patterns match, which is the module or a target parameter."""
         weight = module + WEIGHT
         is_parameter = any(
             f".{weight}".endswith(f".{ending}") for ending in self.parameter_suffixes
@@ -214,7 +214,7 @@ class AdapterSettings:
 
 
 def _require_single_rank(path: TreePath) -> None:
-    """Raise if this is one of verl's per-rank adapter files.
+    """Raise if the checkpoint is an adapter file that verl wrote for a single rank.
 
     Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``.
     """
@@ -233,7 +233,7 @@ def _require_single_rank(path: TreePath) -> None:
 
 
 def select_factors(catalog: Catalog) -> Catalog:
-    """Return an adapter without its model's weights, which torchtitan saves with it."""
+    """Return an adapter without the base model's weights, which torchtitan also saves."""
     _require_single_rank(catalog.path)
     names = [name for name in catalog.tensors if not is_factor(name)]
     if not has_adapter_factors(catalog.tensors) or any(
@@ -249,8 +249,9 @@ def select_factors(catalog: Catalog) -> Catalog:
 def convert_embedding_factors(catalog: Catalog) -> Catalog:
     """Return an adapter with embedding factors transposed to factors of linear layers.
 
-    PEFT looks tokens up in ``lora_embedding_A`` (R, tokens), and multiplies by ``lora_embedding_B``
-    (width, R): their transposes are B and A of the embedding (tokens, width).
+    PEFT looks up tokens in ``lora_embedding_A`` ``[R, tokens]`` and multiplies the result by
+    ``lora_embedding_B`` ``[width, R]``. The transposes of both are factors B and A of the embedding
+    weight ``[tokens, width]``.
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
@@ -265,7 +266,7 @@ def convert_embedding_factors(catalog: Catalog) -> Catalog:
 
 
 def locate_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
-    """Return an adapter's tensors with their extents, by their keys below *root*."""
+    """Map the keys of an adapter's tensors, relative to *root*, to entries with extents."""
     adapter = convert_embedding_factors(catalog)
     for name, entry in adapter.tensors.items():
         if entry.dtype not in FLOAT_DTYPES:
@@ -280,7 +281,7 @@ def locate_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
 
 
 def require_biases(config: Json | None, missing_biases: Collection[str]) -> None:
-    """Raise if biases that were trained with the adapter are missing (older PEFT lost them)."""
+    """Raise if the adapter is missing biases that it trained, which older PEFT did not save."""
     bias_mode = (config or {}).get("bias")
     if bias_mode in BIAS_VALUES and missing_biases:
         raise UnsupportedError(
@@ -297,12 +298,12 @@ def require_consistent_magnitudes(
     with_magnitude: Collection[str],
     without_magnitude: Collection[str],
 ) -> None:
-    """Raise on magnitudes that contradict the config, or that only some modules have.
+    """Raise if magnitudes contradict the config, or only some modules have magnitudes.
 
     Args:
         adapter_settings: Settings of the adapter's config.
-        with_magnitude: Names of factors of modules that have a magnitude.
-        without_magnitude: Names of factors of modules that have none.
+        with_magnitude: Names of factors whose modules have DoRA magnitudes.
+        without_magnitude: Names of factors whose modules have no DoRA magnitudes.
     """
     if adapter_settings.uses_dora is False and with_magnitude:
         problem, where = (
@@ -321,7 +322,7 @@ def require_consistent_magnitudes(
 
 
 def require_trained_modules(config: Json | None, trained_modules: Collection[str]) -> None:
-    """Raise if all modules that were trained in full are missing."""
+    """Raise if the config lists fully trained modules, but the adapter contains none."""
     modules_to_save = (config or {}).get("modules_to_save")
     if modules_to_save and not trained_modules:
         raise UnsupportedError(
@@ -335,7 +336,7 @@ def require_trained_modules(config: Json | None, trained_modules: Collection[str
 def require_adapter(
     catalog: Catalog, error_class: type[CkptError], message: str, hint: str = ""
 ) -> None:
-    """Raise if a checkpoint has no low-rank factors."""
+    """Raise *error_class* if a checkpoint contains no LoRA factors."""
     if not has_adapter_factors(catalog.tensors):
         names = quote_names(list(catalog.tensors), 2)
         why = "no lora_A/lora_B tensors found" + (f" among {names}" if names else "")
@@ -343,7 +344,7 @@ def require_adapter(
 
 
 def find_adapter_config(catalog: Catalog) -> Json | None:
-    """Return the adapter's PEFT config, or None if there is none."""
+    """Return the adapter's PEFT config, or None if the checkpoint contains none."""
     stored_config = catalog.documents.get(CONFIG)
     return (
         stored_config
@@ -362,9 +363,9 @@ def parse_adapter_settings(
     """Parse an adapter's scale settings in its PEFT config.
 
     Args:
-        config: adapter_config.json, or None.
-        alpha: Overrides ``lora_alpha`` (``--lora-alpha``).
-        scaling: Overrides alpha / rank (``--scaling``).
+        config: Content of adapter_config.json, or None if it is missing.
+        alpha: Value of ``--lora-alpha``, which overrides ``lora_alpha``, or None.
+        scaling: Value of ``--scaling``, which overrides alpha / rank, or None.
         supported: Fields that the caller supports, such as biases and single parameters. Other
             fields of :data:`UNSUPPORTED_FIELDS` are errors.
     """
@@ -478,21 +479,23 @@ def _require_integer_rank(name: str, value: float) -> int:
 # ``tuners/tuners_utils.py`` (``_inject_parameters``).
 
 RankAndAlpha = tuple[int, float]
-"""Rank and alpha."""
+"""Rank and alpha of a module."""
 
 
 def needs_parameter_target(module: str) -> bool:
-    """Return whether PEFT must target a layer's weight instead of the layer, by its name."""
+    """Return whether PEFT must target the weight of *module* as a parameter, due to its name."""
     return module.rpartition(".")[2] in EXPERT_LAYER_NAMES
 
 
 def is_unsupported_layer(model_type: str, module: str) -> bool:
-    """Return whether PEFT gives this linear layer no factors."""
+    """Return whether PEFT rejects LoRA factors for the linear layer *module*."""
     return model_type in MAMBA_TYPES and module.rpartition(".")[2] in UNSUPPORTED_MAMBA_LAYERS
 
 
 def build_target_modules(selected: Collection[str], keys: Iterable[str]) -> list[str]:
-    """Build PEFT's ``target_modules``, using last name components that match only *selected*.
+    """Build PEFT's ``target_modules``.
+
+    A module is listed by its last name component if that matches only *selected* modules.
 
     Args:
         selected: Full names of the target modules.
@@ -509,9 +512,10 @@ def build_target_modules(selected: Collection[str], keys: Iterable[str]) -> list
 
 
 def build_layer_targets(modules: list[str], layer_count: int | None) -> list[str]:
-    """Build PEFT's ``target_modules`` if only the model's number of layers is known.
+    """Build PEFT's ``target_modules`` if the model's tensor names are unknown.
 
-    The last name component is used if one module in each layer has it, or only one module.
+    Modules are listed by their last name component if one module in each layer has it, or only one
+    module in total. *layer_count* is None if the number of layers is unknown too.
     """
     by_last_name: dict[str, list[str]] = {}
     for module in modules:
@@ -528,7 +532,7 @@ def build_layer_targets(modules: list[str], layer_count: int | None) -> list[str
 def build_patterns(
     rank_and_alpha: Mapping[str, RankAndAlpha], default: tuple[object, object]
 ) -> dict[str, dict[str, float]]:
-    """Build rank and alpha patterns of targets that differ from the *default* rank and alpha."""
+    """Build PEFT's rank and alpha patterns for modules that differ from the *default*."""
     exceptions = {
         re.escape(name): value for name, value in rank_and_alpha.items() if value != default
     }
