@@ -1,4 +1,4 @@
-"""Facts of a model in config.json, params.json and Megatron's records, and their conversion."""
+"""Read, compare and convert the facts about a model in config.json and similar files."""
 
 MEGATRON = "megatron"
-"""Catalog extension with the model records of Megatron-based programs, by file."""
+"""Name of the catalog extension that contains Megatron's model records, by file name."""

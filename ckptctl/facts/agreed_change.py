@@ -1,4 +1,4 @@
-"""Change a layout after comparing every statement about the model."""
+"""Change a model's layout, after checking that all files that describe the model agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 def compare_before_change(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> Notes:
-    """Compare every statement about a model before *tensors* get another layout."""
+    """Raise if files and tensors contradict each other, before *tensors* change their layout.
+
+    Returns notes on differences that do not change the logits.
+    """
     family, *_ = resolve_family_and_layout(model, tensors, request)
     if family is not None:
         compared = match_tensors(model, family, tensors, request)
@@ -43,7 +46,7 @@ def compare_before_change(
 def change_layout_checked(
     model: Model, tensors: Mapping[str, TensorEntry], request: LayoutRequest
 ) -> LayoutChange:
-    """Compare every statement about a model, then change its layout."""
+    """Change the layout of *tensors*, or raise if files and tensors contradict each other."""
     notes = compare_before_change(model, tensors, request)
     change = change_layout(model, tensors, request)
     return replace(change, notes=Notes((*notes, *change.notes)))

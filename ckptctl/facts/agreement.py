@@ -1,4 +1,4 @@
-"""Compare everything that describes a model, and apply ``--trust-assets``."""
+"""Compare all files, options and tensors that describe a model, and apply ``--trust-assets``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WRONG_CONFIG_RISK = "with a wrong configuration, the same tensors produce differ
 
 
 class ContradictionError(MappingError):
-    """Contradicting statements in the files that describe one model."""
+    """Error for files that describe one model and contradict each other or the tensors."""
 
 
 def compare_statements(
@@ -68,17 +68,17 @@ def compare_statements(
     tensors: ModelTensors | None = None,
     trust_assets: bool = False,
 ) -> Notes:
-    """Compare every statement about a model with all others of the same fact.
+    """Compare all statements about the facts of a model, and raise if any contradict.
 
-    Notes list differences that do not change what the model computes, and the value chosen where
-    ``--trust-assets`` decides.
+    The returned notes list differences that do not change the logits, and the values that
+    ``--trust-assets`` selected.
 
     Args:
-        family: The model's family, or None if unknown; params.json is then ignored.
+        family: The model's family, or None if it is unknown, in which case params.json is ignored.
         described: The files that describe the model.
         given_sizes: Sizes given by ``--set``.
-        model_type: The model type that the user named, or None.
-        tensors: The model's tensors.
+        model_type: Value of ``--model-type``, or None if it is not set.
+        tensors: The model's tensors, or None to compare only files.
         trust_assets: Whether files of ``--assets`` take precedence.
 
     Raises:
@@ -118,7 +118,7 @@ def _find_contradictions(
     tensors: ModelTensors | None,
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
-    """Return the statements of each file in *described*, and the contradictions."""
+    """Return the statements of each file in *described*, and all contradictions."""
     configs = [add_rope_fields(item.content) for item in described if item.name == CONFIG]
     by_file = [[*_read_statements(family, item, configs, model_type)] for item in described]
     statements = [item for file_statements in by_file for item in file_statements]
@@ -148,13 +148,13 @@ def _find_contradictions(
 
 
 def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
-    """Return the contradictions among everything that describes a checkpoint's model.
+    """Return all contradictions among the files, options and tensors that describe a model.
 
     Every command uses this or :func:`compare_statements`.
 
     Args:
         model: The model.
-        files: Names of the description files to read; empty for all.
+        files: Names of the files to compare, or empty to compare all files that describe the model.
 
     Raises:
         MappingError: A file contains an unsupported value.
@@ -166,9 +166,9 @@ def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Cont
 
 
 def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors | None]:
-    """Return the family and the tensors to compare, or None for both if no table describes them.
+    """Return the family and the tensors to compare, or None for both if no family matches them.
 
-    Quantized tensors that no table describes are replaced by their dequantized tensors.
+    Quantized tensors that are not in the family's tables are replaced by dequantized tensors.
     """
     if not model.exact and survey_leniently(model.catalog).weights:
         documents = {CONFIG: model.config, "params.json": model.params}
@@ -190,7 +190,7 @@ def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors |
 def compare_files(
     family: Family, described: Sequence[ModelDescription]
 ) -> tuple[Contradiction, ...]:
-    """Return the contradictions between *described* files, of one model or of two."""
+    """Return the contradictions between files, which may describe one model or two models."""
     configs = [add_rope_fields(item.content) for item in described if item.name == CONFIG]
     by_file = (_read_statements(family, item, configs, family.name) for item in described)
     return find_contradicting_facts(statement for file in by_file for statement in file)
@@ -199,7 +199,7 @@ def compare_files(
 def _iterate_statements_for_megatron(
     family: Family, described: Sequence[ModelDescription]
 ) -> Iterator[Statement]:
-    """Yield statements of a config.json that only apply if there are Megatron records."""
+    """Yield statements of config.json files that only matter if Megatron records exist."""
     from ckptctl.facts.megatron import find_family_mismatches, iterate_default_statements
 
     for file in (item for item in described if item.name == CONFIG):
@@ -213,7 +213,7 @@ def _iterate_statements_for_megatron(
 def _read_statements(
     family: Family | None, file: ModelDescription, configs: Sequence[Json], model_type: str | None
 ) -> Iterator[Statement]:
-    """Yield the statements of one file."""
+    """Yield the statements of a config.json, params.json, Megatron record or argument list."""
     statements: Iterable[Statement] = ()
     if file.name == CONFIG:
         statements = read_config_statements(family, file.content, file.place)
@@ -246,9 +246,9 @@ def _read_statements(
 
 
 def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
-    """Return the family of a params.json among *family*, its refinements and those it refines.
+    """Return the family of a params.json, which is *family* or related to it by refinement.
 
-    Sizes in *params* that identify a release, such as Llama 3.2, decide first, then *configs*.
+    Sizes in *params* that identify a release, such as Llama 3.2, take precedence over *configs*.
     """
     known_families = families.load_families()
     refinements = [
@@ -286,7 +286,7 @@ def _find_params_family(family: Family, params: Json, configs: Sequence[Json]) -
 
 
 def _drop_size_conditions(family: Family) -> ConfigConditions:
-    """Return the conditions that identify a family's params.json, without those on sizes."""
+    """Return the conditions on a family's params.json, without the conditions on sizes."""
     sizes = {name for _, name in family.sizes.values()}
     remaining = (
         {k: v for k, v in condition.items() if k not in sizes} for condition in family.params_signs
@@ -301,7 +301,7 @@ def _matches_any_condition(conditions: ConfigConditions, values: Json) -> bool:
 def _require_set_sizes_agree(
     family: Family, statements: Sequence[Statement], given_sizes: Mapping[str, int]
 ) -> None:
-    """Raise if a ``--set`` contradicts a file, since user values are never overruled."""
+    """Raise if a size from ``--set`` contradicts a file."""
     given_statements = [*read_size_statements(family, given_sizes)]
     sources = {statement.source for statement in given_statements}
     for contradiction in find_contradicting_facts(
@@ -324,7 +324,7 @@ def _require_set_sizes_agree(
 def _read_tensor_statements(
     family: Family, tensors: ModelTensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
-    """Yield statements of the tensors about sizes, and about switches in *statements*."""
+    """Yield the facts that the tensors show: sizes, and switches that *statements* mention."""
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         # late, for a fast start: most layouts have no padding
@@ -382,7 +382,7 @@ def _contradiction_error(
 def _note_differences(
     described: Sequence[ModelDescription], by_file: Sequence[Sequence[Statement]]
 ) -> Iterator[str]:
-    """Yield notes on differences between config.json files that change no logits."""
+    """Yield notes on differences between config.json files that do not affect logits."""
     configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
     for file, statements in configs:
         for other_file, other_statements in configs:

@@ -1,4 +1,4 @@
-"""Facts of config.json that are compared with tensors or with each other, by family."""
+"""List the facts of config.json that are compared with tensors or with each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptctl.planner.layouts import Family
 
 
 def list_compared_sizes(family: Family) -> Iterator[str]:
-    """Yield the names of facts that tensor shapes and numbers of tensors show."""
+    """Yield the names of facts that follow from tensor shapes and from the number of tensors."""
     for config_names, _ in family.sizes.values():
         yield from (name for name in split_aliases(config_names) if name)
     for _, formula in family.formulas:
@@ -22,7 +22,7 @@ def list_compared_sizes(family: Family) -> Iterator[str]:
 
 
 def list_compared_layer_facts(family: Family) -> Iterator[str]:
-    """Yield the names of facts that determine which tensors each layer has."""
+    """Yield the names of facts that determine which tensors a layer contains."""
     for layer_kind in family.kinds:
         yield from (*layer_kind.facts, *filter(None, (layer_kind.but,)))
     for demand in family.demands:
@@ -35,7 +35,7 @@ def list_compared_layer_facts(family: Family) -> Iterator[str]:
 
 
 def list_compared_counts() -> Iterator[str]:
-    """Yield the names of counts that limit each other, in all families."""
+    """Yield the names of counts that limit each other in models of every family."""
     for module in _list_module_prefixes():
         yield from (module + name for name in sorted({*LIMITED_FACTS, *PER_LAYER_LISTS}))
 

@@ -1,4 +1,4 @@
-"""Compare, build and copy the config files of an output."""
+"""Compare the config files of a source, and build or copy the config files of the output."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ckptctl.planner.mapping.tensors import LayoutChange
 
 
 def compare_descriptions(draft: Draft) -> Draft:
-    """Compare the files that describe the source's model, and note differences."""
+    """Compare the files that describe the source's model, and note harmless differences."""
     request = build_layout_request(draft)
     draft.notes.extend(compare_before_change(draft.model, draft.selection.tensors, request))
     return draft
 
 
 def plan_config_files(draft: Draft) -> Draft:
-    """Decide which config files to write next to the tensors of an output that is no adapter."""
+    """Decide which config files to write next to the output's tensors, unless it is an adapter."""
     if draft.is_adapter:
         return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
@@ -85,7 +85,7 @@ def plan_config_files(draft: Draft) -> Draft:
 
 
 def _note_missing_files(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
-    """Note missing files that transformers or its users need."""
+    """Return notes on missing config and tokenizer files, and on unexpected tensor names."""
     assets, change = draft.assets, draft.change
     notes = (*_note_layout(change), *_note_architecture(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
@@ -109,7 +109,7 @@ def _note_missing_files(draft: Draft, written: Collection[str]) -> tuple[str, ..
 
 
 def _note_layout(change: LayoutChange) -> tuple[str, ...]:
-    """Note if transformers does not expect the output's tensor names."""
+    """Return a note if the output's tensor names are not those that transformers expects."""
     family, layout = change.family, change.target_layout
     if layout in (None, HF, BASE) or (family and HF not in family.layouts):
         return ()
@@ -121,7 +121,7 @@ def _note_layout(change: LayoutChange) -> tuple[str, ...]:
 
 
 def _note_architecture(config: Json | None, change: LayoutChange) -> tuple[str, ...]:
-    """Note if config.json does not name the model class that vLLM needs.
+    """Return a note if config.json does not name the model class that vLLM needs.
 
     Source: vLLM's ``transformers_utils/config.py``: earlier versions stop, later ones use the class
     without a head.
@@ -134,7 +134,7 @@ def _note_architecture(config: Json | None, change: LayoutChange) -> tuple[str, 
 
 
 def _note_generated_config(change: LayoutChange, assets: Assets) -> str:
-    """Note the source of a generated config.json and the defaults assumed."""
+    """Return a note on the origin of a generated config.json, and on the values assumed in it."""
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
     params, made_from, assumed_values = assets.documents.get(PARAMS), PARAMS, dict[str, object]()
@@ -161,7 +161,7 @@ def _build_documents(
     dtype: str | None,
     is_cast: bool,
 ) -> dict[str, Json]:
-    """Build the config files of an output that differ from those of the source."""
+    """Build the config files of the output that are not copied unchanged from the source."""
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, Json] = {}
     if config is not None:
@@ -193,7 +193,7 @@ def _build_documents(
 
 
 def _merge_megatron_records(assets: Assets) -> Json:
-    """Merge the model records of Megatron-based programs."""
+    """Merge all of the source's Megatron model records into one dictionary."""
     return merge_records(file.content for file in assets.described if file.name == MEGATRON)
 
 
@@ -219,7 +219,7 @@ def _build_params(
 
 
 def _replace_dtype(config: Json, dtype: str | None) -> Json:
-    """Return *config* with its dtype replaced, under the key that it uses."""
+    """Return *config* with its dtype replaced, keeping the key (``dtype`` or ``torch_dtype``)."""
     names = [name for name in ("dtype", "torch_dtype") if name in config]
     if dtype is None or all(config[name] in (dtype, None) for name in names):
         return config
@@ -227,7 +227,7 @@ def _replace_dtype(config: Json, dtype: str | None) -> Json:
 
 
 def adapt_config(config: Json, change: LayoutChange) -> Json:
-    """Return *config* as it is after ``--untie`` and ``--vocab-size``."""
+    """Return *config* adapted to ``--untie`` and ``--vocab-size``."""
     if change.family is None:
         return config
     if not change.tied and config.get("tie_word_embeddings"):
@@ -247,5 +247,5 @@ def _replace_nested(values: Json, path: Sequence[str], value: object) -> Json:
 
 
 def dump_json(content: Json) -> bytes:
-    """Serialize *content* in the JSON format of transformers."""
+    """Serialize *content* as JSON in the style in which transformers writes config.json."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""Statements about the facts of a model, and contradictions between them.
+"""Collect statements about the facts of a model, and find contradictions between them.
 
-Facts have their names in config.json. Facts of the rotary frequencies are under ``rope.``,
-whichever key a file uses. A config.json states all its keys except those that do not affect what
-the tensors compute (see :mod:`ckptctl.facts.fact_names`).
+Facts are named like their keys in config.json. Names of facts about rotary frequencies start with
+``rope.``, whichever key a file uses. A config.json states all its keys except those that do not
+affect what the tensors compute (see :mod:`ckptctl.facts.fact_names`).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Statement:
     Attributes:
         fact: Name of the fact, as in config.json.
         value: Value of the fact.
-        source: File, option or tensors that state it, for messages.
+        source: File, option or tensor that states the value, for messages.
         is_explicit: Whether the source contains the value, rather than implying it by omission.
-        local_key: The key in the source, if it is not *fact*.
-        trusted: Whether ``--trust-assets`` gives it precedence.
-        stored_value: Text of the value in the source, if it is not *value*.
+        local_key: Key of the value in the source, if the key is not *fact*.
+        trusted: Whether ``--trust-assets`` gives the statement precedence.
+        stored_value: Value as written in the source, if that is not *value*.
         shown_value: Text that messages show instead of *value*, if not empty.
-        default_owner: Program whose default the value is, or empty if it is none.
-        is_shown_by_tensors: Whether the tensors show the value, so that no file overrules it.
+        default_owner: Program whose default the value is, or empty if the value is not a default.
+        is_shown_by_tensors: Whether the value follows from the tensors, so no file overrules it.
     """
 
     fact: str
@@ -84,11 +84,11 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Fact with contradicting statements.
+    """Fact about which sources make contradicting statements.
 
     Attributes:
         fact: Name of the fact.
-        statements: The first statement of each value.
+        statements: The first statement of each distinct value.
     """
 
     fact: str
@@ -99,7 +99,7 @@ class Contradiction:
 
     @property
     def tensors_contradict_file(self) -> bool:
-        """Whether the tensors contradict a file."""
+        """Whether the tensors contradict a file, rather than one file another."""
         return any(statement.is_shown_by_tensors for statement in self.statements)
 
     @property
@@ -138,7 +138,7 @@ def find_contradicting_facts(statements: Iterable[Statement]) -> tuple[Contradic
 
 
 def read_config_statements(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
-    """Yield the statements of a config.json."""
+    """Yield the statements of a config.json, including values that it implies by omission."""
     used_config = drop_unused_windows(config)
     values = dict(iterate_facts(normalize_rope(used_config)))
     yield from _find_rope_conflicts(used_config, source)
@@ -169,7 +169,7 @@ def read_config_statements(family: Family | None, config: Json, source: str) -> 
 
 
 def read_size_statements(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
-    """Yield the sizes of ``--set`` as statements."""
+    """Yield the sizes *given* by ``--set`` as statements."""
     for name, size in given.items():
         axis = resolve_axis(family, name)
         yield Statement(
@@ -193,7 +193,7 @@ def map_switches_to_tensors(family: Family) -> Mapping[str, set[str]]:
 def find_switch_statements(
     switches: Mapping[str, Collection[str]], present: Collection[str]
 ) -> Iterator[Statement]:
-    """Yield the switches that the tensors show to be on or off.
+    """Yield a statement for each switch that is on or off according to the tensors.
 
     Args:
         switches: Tensors by switch, from :func:`map_switches_to_tensors`.
@@ -210,7 +210,7 @@ def find_switch_statements(
 def compare_logit_neutral_keys(
     first_config: Json, second_config: Json
 ) -> dict[str, tuple[object, object]]:
-    """Map :data:`LOGIT_NEUTRAL_KEYS` that differ between two configs to both values."""
+    """Return the :data:`LOGIT_NEUTRAL_KEYS` in which two configs differ, with both values."""
     first_values, second_values = (
         {
             n: v
@@ -247,14 +247,14 @@ EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 @dataclass(frozen=True, slots=True)
 class CountLimit:
-    """Bound that one count sets for another.
+    """Limit that one count in config.json sets for another count.
 
     Attributes:
         name: Name of the limited count.
-        limiting_names: Possible names of the limiting count; the first that the config states is
+        limiting_names: Possible names of the limiting count, of which the first that has a value is
             used.
-        kind: ``at most`` the limiting count, or ``a divisor of`` it.
-        compares_defaults: Whether to compare the counts if only one of the two is stated.
+        kind: ``at most`` or ``a divisor of``, followed in messages by the limiting count.
+        compares_defaults: Whether to compare the counts if the config states only one of them.
     """
 
     name: str
@@ -274,11 +274,11 @@ COUNT_LIMITS = (
 LIMITED_FACTS = frozenset(
     name for limit in COUNT_LIMITS for name in (limit.name, *limit.limiting_names)
 )
-"""Facts in :data:`COUNT_LIMITS`."""
+"""Names of all counts in :data:`COUNT_LIMITS`, limited or limiting."""
 
 
 def find_exceeded_limits(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
-    """Yield counts of a config.json, and of its nested objects, that exceed a limit."""
+    """Yield the counts in a config.json and its nested objects that violate a limit."""
     for limit in COUNT_LIMITS:
         value, is_explicit = _get_count_or_default(config, limit.name)
         for name in limit.limiting_names:
@@ -307,7 +307,10 @@ def find_exceeded_limits(config: Json, source: str, prefix: str = "") -> Iterato
 
 
 def _get_count_or_default(config: Json, name: str) -> tuple[int | None, bool]:
-    """Return a count or its default, and whether the config states it."""
+    """Return a count or its default, and whether the config states the count.
+
+    The count is None if the value is not a count, or no default exists.
+    """
     value = config.get(name) if name in config else find_default_size(config, name)
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return (int(str(value)) if is_count else None), name in config
@@ -317,7 +320,7 @@ def _get_count_or_default(config: Json, name: str) -> tuple[int | None, bool]:
 
 
 def _find_rope_conflicts(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
-    """Yield facts of the rotary frequencies that two keys of one config.json contradict."""
+    """Yield statements about rotary frequencies that contradict each other in one config.json."""
     entries = [("rope_theta", "rope_theta", config.get("rope_theta"))]
     for rope_key in sorted(ROPE_KEYS):
         if isinstance(value := config.get(rope_key), Mapping):
@@ -344,7 +347,7 @@ def _find_rope_conflicts(config: Json, source: str, prefix: str = "") -> Iterato
 
 
 def drop_unused_windows(config: Json) -> Json:
-    """Return *config* without sliding-window keys that it disables."""
+    """Return *config* without sliding-window keys if ``use_sliding_window`` is false."""
     unused = () if config.get("use_sliding_window") is not False else _WINDOW_KEYS
     inner = {
         key: drop_unused_windows(module_config)
@@ -355,7 +358,7 @@ def drop_unused_windows(config: Json) -> Json:
 
 
 def iterate_facts(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the facts that a config.json states, in its order, by canonical name."""
+    """Yield canonical names and values of the facts that a config.json states, in its order."""
     uses_max_positions = get_nested(
         values, "rope.rope_type"
     ) in POSITION_SCALED_ROPES or prefix.endswith("rope.")
@@ -383,12 +386,12 @@ def _to_canonical_name(name: str) -> str:
 
 
 def to_canonical_value(value: object) -> object:
-    """Return the canonical spelling of *value* if it has one, otherwise *value*."""
+    """Return the canonical spelling of *value*, or *value* itself if only one spelling exists."""
     return CANONICAL_VALUES.get(value, value) if isinstance(value, str) else value
 
 
 def _get_implied_values(family: Family | None, config: Json) -> dict[str, object]:
-    """Return the values that a config.json implies by not setting a key."""
+    """Return the values, by key, that a config.json implies by not setting these keys."""
     modules = (
         "",
         *(f"{name}." for name in SUBMODEL_KEYS[:1] if isinstance(config.get(name), Mapping)),
@@ -405,7 +408,7 @@ def _get_implied_values(family: Family | None, config: Json) -> dict[str, object
 
 
 def _are_equal(first_value: object, second_value: object) -> bool:
-    """Return whether two values are equal, regardless of how a number is written."""
+    """Return whether two values are equal, regardless of how numbers in them are written."""
     first_value, second_value = (
         _parse_number(value) if isinstance(value, str) else value
         for value in (first_value, second_value)

@@ -1,6 +1,6 @@
-"""Names of a model's facts: the keys of config.json that are compared, ignored or renamed.
+"""Keys of config.json that are compared, ignored or renamed.
 
-Facts have their names in config.json.
+A fact about a model is named like its key in config.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptctl.planner.config_facts import SUBMODEL_KEYS, Json
 def walk_values(
     values: Json, should_enter: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield all values by dotted name, descending into objects that *should_enter* accepts."""
+    """Yield all values with dotted names, descending into objects that *should_enter* accepts."""
     for key, value in values.items():
         name = prefix + key
         if isinstance(value, Mapping) and should_enter(name):
@@ -23,7 +23,7 @@ def walk_values(
 
 
 def is_module(name: str) -> bool:
-    """Return whether *name* is an object that describes a submodel."""
+    """Return whether *name* is the key of an object that describes a submodel."""
     return name.rpartition(".")[2] in SUBMODEL_KEYS
 
 
@@ -79,13 +79,13 @@ LOGIT_NEUTRAL_KEYS = (
     "max_position_embeddings",
     "pad_token_id",
 )
-"""Keys of config.json that change no logits: differences between files are only noted."""
+"""Keys of config.json that do not affect logits, so that differences are only noted."""
 
 POSITION_SCALED_ROPES = ("dynamic", "longrope", "su", "yarn")
-"""Kinds of rotary scaling that depend on ``max_position_embeddings``."""
+"""Values of ``rope_type`` whose frequencies depend on ``max_position_embeddings``."""
 
 IMPLIED_VALUES: Mapping[str, object] = {"rope.rope_type": "default", "quantization_config": None}
-"""Values that a config.json implies if it does not set the key, in every family."""
+"""Values that a config.json of any family implies if it does not set the key."""
 
 CANONICAL_VALUES = {"swish": "silu"}
 CANONICAL_KEYS = {

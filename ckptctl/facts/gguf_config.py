@@ -1,6 +1,6 @@
 """Build config.json from the metadata of a GGUF file.
 
-Facts that llama.cpp has in its code instead of the metadata are here too: how Gemma scales
+Facts that llama.cpp hard-codes instead of storing them in the metadata are added: how Gemma scales
 attention scores, and that Qwen 3's router normalizes the weights of the selected experts.
 
 Sources: ``gguf/constants.py`` (0.19) for the keys; llama.cpp's ``llama-model.cpp`` and
@@ -20,20 +20,20 @@ from ckptctl.numerics.quantization.ggml import BLOCK_TYPES
 from ckptctl.planner.families.facts import FACTS, Fact, get_facts
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of divisors of the rotary frequencies."""
+"""Name of the GGUF tensor that contains divisors of the rotary frequencies."""
 MAX_FLOAT32 = 3.4e38
 Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """A llama.cpp architecture in transformers' terms.
+    """Description of a llama.cpp architecture in the terms of transformers.
 
     Attributes:
         model_type: ``model_type`` in config.json.
-        class_name: Class of the model with a head.
-        constant_keys: Keys that its config.json always has.
-        facts: Facts in its metadata in addition to :data:`COMMON_FACTS`.
+        class_name: transformers' class of the model with a language-model head.
+        constant_keys: Keys and values that config.json always contains.
+        facts: Facts in the GGUF metadata in addition to :data:`COMMON_FACTS`.
         special_layer_count: Number of layers of the model size whose attention scores are divided
             by the root of ``hidden_size / heads`` instead of the head dimension; 0 if config.json
             has no such key.
@@ -60,14 +60,14 @@ SIZE_KEYS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
 )
-"""Keys of config.json for the sizes that determine the tensors and what they compute."""
+"""Keys of config.json with sizes that determine the tensor shapes or the computation."""
 OPTIONAL_KEYS = frozenset(
     {
         *("num_key_value_heads", "head_dim", "rope_theta", "vocab_size"),
         *(fact.config for fact in (*SOFTCAP_FACTS, *TOKEN_FACTS)),
     }
 )
-"""Facts that may be missing, because llama.cpp assumes or counts them."""
+"""Facts that metadata may omit, because llama.cpp assumes a default or counts them."""
 EMBEDDING_NAME = "token_embd.weight"
 GEMMA_ACTIVATIONS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
@@ -110,11 +110,11 @@ def build_config_from_gguf(
     tensors: Mapping[str, TensorEntry],
     rope_factors: Sequence[float] | None,
 ) -> tuple[Json | None, tuple[str, ...]]:
-    """Build config.json from a file's metadata, with the notes on it.
+    """Build config.json from the metadata of a GGUF file, with notes on the conversion.
 
     Args:
         metadata: Values by key, including short arrays of numbers.
-        array_lengths: The length of each other array.
+        array_lengths: Lengths of all other arrays, by key.
         tensors: Tensors of the file, or of all files of the checkpoint.
         rope_factors: The elements of :data:`ROPE_FACTORS`, or None if that tensor is missing.
 
@@ -171,7 +171,10 @@ def build_config_from_gguf(
 def _assume_values(
     config: Json, architecture: GgufArchitecture, tensors: Mapping[str, TensorEntry]
 ) -> Json:
-    """Return llama.cpp's defaults of missing values, which transformers may not share."""
+    """Return llama.cpp's defaults for values that metadata omits.
+
+    transformers may have other defaults, so config.json must contain the values.
+    """
     heads, size = config["num_attention_heads"], config["hidden_size"]
     assumed: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
     if architecture.needs_head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
@@ -183,7 +186,7 @@ def _assume_values(
 
 
 def select_sizes(config: Mapping[str, object]) -> Json:
-    """Return only the sizes of a config.json built by :func:`build_config_from_gguf`."""
+    """Select only the sizes from a config.json built by :func:`build_config_from_gguf`."""
     return {word: config[word] for word in SIZE_KEYS if word in config}
 
 
@@ -194,7 +197,10 @@ def _is_number(value: object) -> bool:
 
 
 def _shorten_float(value: object) -> object:
-    """Return the shortest decimal of a float32: 1e-06 instead of 9.999999974752427e-07."""
+    """Shorten a float to the fewest digits that give the same float32.
+
+    For example, 9.999999974752427e-07 becomes 1e-06. Other values are returned unchanged.
+    """
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     digits = (float(f"{value:.{digit_count}g}") for digit_count in range(1, 10))
@@ -208,14 +214,14 @@ def _pack_float(value: float) -> bytes:
 
 
 def _has_tensor(tensors: Collection[str], name: str) -> bool:
-    """Return whether a tensor is present, quantized or not."""
+    """Return whether *tensors* contain the tensor *name*, quantized or unquantized."""
     return name in tensors or any(
         f"{name}.{block.name}" in tensors for block in BLOCK_TYPES.values()
     )
 
 
 def _find_main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most elements, where quantized ones count as bfloat16."""
+    """Return the dtype with the most bytes, where quantized tensors count as bfloat16."""
     sizes: dict[str, int] = {}
     for entry in tensors.values():
         dtype = "bfloat16" if entry.dtype == "uint8" else entry.dtype
@@ -224,7 +230,10 @@ def _find_main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _compute_score_divisor(config: Json, layers: int) -> object:
-    """Return the number whose square root divides Gemma's attention scores."""
+    """Return the number by whose square root Gemma divides attention scores.
+
+    *layers* is the number of layers of the model size that does not use the head dimension.
+    """
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     is_special_size = config.get("num_hidden_layers") == layers
     if is_special_size and isinstance(size, int) and isinstance(heads, int) and heads:

@@ -1,4 +1,4 @@
-"""Kinds of fact values, with their validation and conversion from and to Megatron-Core."""
+"""Validate values of facts by kind, and convert them from and to Megatron-Core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY_TOPK, GROUP_LIMITED_TOPK = "greedy", "group_limited_greedy"
 
 
 def require_number(value: object, name: str) -> float:
-    """Return the positive number under *name*, or raise."""
+    """Return *value* as a float, or raise if it is not a positive number."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not 0 < float(str(value)) < math.inf:
         raise MappingError(f"`{name}` is not a positive number", where=name, why=f"it is {value!r}")
@@ -27,7 +27,7 @@ def require_number(value: object, name: str) -> float:
 
 
 def require_flag(value: object, name: str) -> bool:
-    """Return the boolean under *name*, or raise."""
+    """Return *value*, or raise if it is not a boolean."""
     if isinstance(value, bool):
         return value
     raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
@@ -35,19 +35,19 @@ def require_flag(value: object, name: str) -> bool:
 
 Check: TypeAlias = Callable[[Any, str], object]
 Converter: TypeAlias = Callable[[Any, str, Values], object]
-"""Converts a value, given its name and the other values of the same file."""
+"""Function that converts a value, given its name and the other values of the same file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactKind:
-    """Validation of a fact's values, and their conversion from and to Megatron-Core's fields.
+    """How to validate values of a fact, and convert them from and to Megatron-Core's fields.
 
     Attributes:
         validate: Validates a value of config.json, params.json or GGUF.
-        from_megatron: Converts Megatron-Core's field to the value in config.json, or None to use
-            *check*.
-        to_megatron: Converts the value in config.json to the field, or None to use *check*.
-        neutral: The value in versions of Megatron-Core that have no such field.
+        from_megatron: Converts Megatron-Core's field to the value in config.json, or None to only
+            validate it.
+        to_megatron: Converts the value in config.json to the field, or None to only validate it.
+        neutral: Value that applies in versions of Megatron-Core without such a field.
         allows_null: Whether null is a valid value.
     """
 
@@ -59,22 +59,25 @@ class FactKind:
 
 
 def check_value(fact: Fact, value: object, name: str) -> object:
-    """Validate the value of *fact* that a file states under *name*, or return None for None."""
+    """Validate and return the value of *fact* that a file states under *name*.
+
+    None is returned unchanged.
+    """
     return None if value is None else FACT_KINDS[fact.kind].validate(value, name)
 
 
 def read_megatron_value(fact: Fact, fields: Values) -> object:
-    """Convert the value of *fact* in Megatron-Core's *fields* to that in config.json."""
+    """Convert the value of *fact* from Megatron-Core's *fields* to config.json."""
     value, read = fields[fact.megatron], FACT_KINDS[fact.kind].from_megatron
     return read(value, fact.megatron, fields) if read else check_value(fact, value, fact.megatron)
 
 
 def write_megatron_value(fact: Fact, values: Values) -> object:
-    """Convert the value of *fact* in config.json to Megatron-Core's field.
+    """Convert the value of *fact* from config.json to Megatron-Core's field.
 
     Args:
         fact: The fact.
-        values: Facts of config.json by name: this one and those that it depends on.
+        values: Values in config.json of *fact* and of the facts that it depends on, by name.
     """
     value, write = values[fact.config], FACT_KINDS[fact.kind].to_megatron
     return write(value, fact.config, values) if write else check_value(fact, value, fact.config)
@@ -124,7 +127,7 @@ def _read_dense_layer_count(value: object, name: str, fields: Values) -> int:
 
 
 def _write_moe_layer_pattern(value: object, name: str, facts: Values) -> list[int]:
-    """Convert the number of leading dense layers to a 0 or 1 for each layer."""
+    """Convert the number of leading dense layers to a list with 0 (dense) or 1 for each layer."""
     layers = parse_size(facts["num_hidden_layers"], "num_hidden_layers") or 0
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layers:
         raise MappingError(f"`{name}` is not a number of layers", why=f"it is {value!r}")
@@ -132,7 +135,7 @@ def _write_moe_layer_pattern(value: object, name: str, facts: Values) -> list[in
 
 
 def _read_topk_method(value: object, name: str, fields: Values) -> str:
-    """Return whether experts are selected from all or from the best groups.
+    """Return the ``topk_method``, i.e. whether experts are selected from all or the best groups.
 
     Megatron-Core ranks a group by several of its experts, transformers by the best one.
     """
@@ -149,7 +152,10 @@ def _read_topk_method(value: object, name: str, fields: Values) -> str:
 
 
 def _write_expert_group_count(value: object, name: str, facts: Values) -> int | None:
-    """Return the number of groups, or raise if Megatron-Core would select other experts."""
+    """Return the number of expert groups, or None if all experts are in one group.
+
+    Raises an error if Megatron-Core would select other experts than transformers.
+    """
     names = ("n_group", "num_experts_per_tok", "topk_group")
     group_count, expert_count, limit = (parse_size(facts[field], field) or 1 for field in names)
     if group_count > 1 and (value == GREEDY_TOPK or expert_count // limit != 1):
@@ -180,7 +186,7 @@ def _write_shared_expert_size(value: object, name: str, facts: Values) -> int | 
 
 
 def _invert_inverse_root(value: object, name: str, _: Values) -> float | None:
-    """Return the number whose inverse square root is *value*, as an integer if it is one."""
+    """Return the number whose inverse square root is *value*, rounded if close to an integer."""
     if value is None:
         return None
     exact = require_number(value, name) ** -2

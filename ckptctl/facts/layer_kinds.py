@@ -1,4 +1,4 @@
-"""Compare the kinds and sizes of layers in a config.json with the tensors."""
+"""Compare the layer kinds and layer sizes in a config.json with the tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
 
 PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
-"""Keys with a list that transformers requires to have one entry for each layer."""
+"""Keys of config.json whose lists transformers requires to have one entry for each layer."""
 
 
 def find_kind_mismatches(
     family: Family, config: Json, source: str, matched: MatchedKeys
 ) -> Iterator[Contradiction]:
-    """Yield the facts that state another kind for a layer than its tensors show."""
+    """Yield the facts that state another kind of layer than the layer's tensors show."""
     handled_variants: set[str] = set()
     for layer_kind in family.kinds:
         if layer_kind.variant in handled_variants:
@@ -103,7 +103,10 @@ def find_size_mismatches(
 
 
 def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
-    """Return the size of a layer, or None if the config does not state it."""
+    """Return the *size* of one layer, or None if the config does not state it.
+
+    *total* is the number of layers.
+    """
     value = _get_value_or_default(config, size.fact)
     kinds = get_nested(config, size.kinds[0]) if size.kinds else None
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
@@ -139,7 +142,7 @@ def find_wrong_list_lengths(config: Json, source: str, prefix: str = "") -> Iter
 
 
 def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
-    """Return the layers of *layer_kind*, or None if the config does not determine them."""
+    """Return the numbers of all *layer_kind* layers, or None if the config does not state them."""
     values = {
         name: _get_value_or_default(config, name)
         for name in (*layer_kind.facts, layer_kind.but)
@@ -175,12 +178,12 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
 
 
 def _get_value_or_default(config: Json, name: str) -> object:
-    """Return a value of config.json, or transformers' default if it is not set."""
+    """Return the value of *name* in config.json, or transformers' default if it is not set."""
     return get_nested(config, name) if has_field(config, name) else find_default_size(config, name)
 
 
 def _find_example_key(family: Family, matched: MatchedKeys, variant: str, layer: int) -> str:
-    """Return a key of *layer* that only *variant* has."""
+    """Return the key of a tensor in *layer* that only layers of *variant* contain."""
     for (name, values), keys in matched.keys.items():
         if family.tensors[name].variant == variant and values[-1:] == (layer,):
             return next(iter(keys.values()))

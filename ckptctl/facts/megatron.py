@@ -1,4 +1,4 @@
-"""Megatron's model records, read and written as the facts of config.json.
+"""Convert between Megatron's model records and config.json.
 
 The record is a dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
 ``run_config.yaml`` of Megatron-Bridge, ``model.yaml`` of NeMo 2, or a ``TransformerConfig`` (verl).
@@ -54,14 +54,14 @@ from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
 from ckptctl.planner.layouts import Family
 
 TARGET_KEY = "_target_"
-"""Key under which Bridge and NeMo name the class of an object."""
+"""Key under which Megatron-Bridge and NeMo state the class of an object."""
 EXPERT_COUNT_FIELD, MTP_COUNT_FIELD = "num_moe_experts", "mtp_num_layers"
 CONFIG_NAME = "Megatron-Core's configuration"
 _PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
 
 def require_megatron_style(family: Family) -> MegatronStyle:
-    """Return Megatron-Core's description of *family*, or raise if there is none."""
+    """Return how Megatron-Core describes *family*, or raise if it does not support the family."""
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
@@ -71,18 +71,18 @@ def require_megatron_style(family: Family) -> MegatronStyle:
 
 
 def get_class_name(record: Json) -> str:
-    """Return the name of the class whose fields *record* has, or "" if it names none."""
+    """Return the name of the class whose fields *record* contains, or "" if it states none."""
     target = get_model_section(record).get(TARGET_KEY)
     return target.rpartition(".")[2] if isinstance(target, str) else ""
 
 
 def merge_records(records: Iterable[Json]) -> dict[str, object]:
-    """Merge the *records* of one model, where later values win."""
+    """Merge the *records* of one model, where later records override earlier ones."""
     return {name: value for record in records for name, value in get_model_section(record).items()}
 
 
 def extract_megatron_fields(record: Json) -> dict[str, object]:
-    """Return the values of *record* under Megatron-Core's field names."""
+    """Return the values in *record*, renamed to Megatron-Core's field names."""
     values = get_model_section(record)
     fields = {
         field_key: value
@@ -114,7 +114,7 @@ def extract_megatron_fields(record: Json) -> dict[str, object]:
 
 
 def get_model_section(record: Json) -> Json:
-    """Return the part of *record* that describes the model."""
+    """Return the section of *record* that describes the model, or *record* if it has none."""
     for holder in ("model", "config"):
         section = record.get(holder)
         if isinstance(section, Mapping) and {TARGET_KEY, "num_layers", "config"} & section.keys():
@@ -123,7 +123,7 @@ def get_model_section(record: Json) -> Json:
 
 
 def _select_activation_fields(values: Json) -> dict[str, object]:
-    """Return the activation fields that *values* select."""
+    """Convert the activation settings in *values* to Megatron-Core's fields."""
     function = values.get("activation_func")
     function_name = function.get(TARGET_KEY) if isinstance(function, Mapping) else function
     if isinstance(function_name, str):
@@ -138,7 +138,7 @@ def _select_activation_fields(values: Json) -> dict[str, object]:
 
 
 def _normalize_expert_fields(fields: dict[str, object]) -> dict[str, object]:
-    """Return *fields* with expert sizes filled in, or without expert fields for dense models."""
+    """Fill in missing expert sizes in *fields*, or remove expert fields for dense models."""
     if "num_moe_experts" not in fields:
         return fields
     if fields["num_moe_experts"] is None:
@@ -159,7 +159,7 @@ def _normalize_expert_fields(fields: dict[str, object]) -> dict[str, object]:
 
 
 def iterate_megatron_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
-    """Yield the facts in *fields* with their values in config.json."""
+    """Yield the facts that *fields* state, with values converted to config.json."""
     for fact in style.facts:
         if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
             value = read_megatron_value(fact, _select_global_base(style, fields))
@@ -168,7 +168,7 @@ def iterate_megatron_facts(style: MegatronStyle, fields: Json) -> Iterator[tuple
 
 
 def _select_global_base(style: MegatronStyle, fields: Json) -> Json:
-    """Return *fields* with only the rotary base of layers without a sliding window."""
+    """Return *fields* with the single rotary base of layers without a sliding window."""
     bases = fields.get("rotary_base")
     if not style.has_local_rope or not isinstance(bases, (list, tuple)) or len(bases) != 2:
         return fields
@@ -230,7 +230,7 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
 
 
 def build_partial_config(family: Family, record: Json) -> dict[str, object]:
-    """Build the part of config.json that *record* states."""
+    """Build a config.json with only the facts that *record* states."""
     style = family.megatron
     if style is None:
         return {}
@@ -296,7 +296,7 @@ def megatron_to_config(
 
 
 def read_max_length(record: Json) -> dict[str, object]:
-    """Return the maximum sequence length for config.json, which changes no logits."""
+    """Return the maximum sequence length in *record* under its key in config.json."""
     fields = extract_megatron_fields(record)
     lengths = (parse_size(fields.get(name), name) for name in LENGTH_FIELDS)
     length = next((value for value in lengths if value), None)
@@ -304,7 +304,7 @@ def read_max_length(record: Json) -> dict[str, object]:
 
 
 def _name_sizes(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return axis *sizes* by their names in config.json."""
+    """Map axis *sizes* from axis names to keys of config.json."""
     names = {axis: name for axis, (name, _) in {**SIZES, **family.sizes}.items()}
     sizes_by_path = {
         split_aliases(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)
@@ -313,7 +313,7 @@ def _name_sizes(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _require_logit_fields(style: MegatronStyle, config_values: Json, rope: Json | None) -> None:
-    """Raise if a field that changes logits is missing."""
+    """Raise if *config_values* are missing a fact that affects logits."""
     missing = {
         fact.config: fact.megatron
         for fact in style.facts
@@ -335,7 +335,7 @@ def _require_logit_fields(style: MegatronStyle, config_values: Json, rope: Json 
 
 
 def _require_expected_values(family: Family, style: MegatronStyle, fields: Json) -> None:
-    """Raise if a field differs from its value in all models of the family."""
+    """Raise if a field differs from the value that all models of the family have."""
     for name, allowed in get_expected_fields(style, fields).items():
         if name in fields and not is_allowed(allowed, fields[name]):
             raise MappingError(
@@ -347,7 +347,7 @@ def _require_expected_values(family: Family, style: MegatronStyle, fields: Json)
 
 
 def _require_two_bases(fields: Json) -> tuple[float, float]:
-    """Return the rotary bases of layers with a window and without."""
+    """Return the rotary bases of layers with and without a sliding window, in this order."""
     bases = fields.get("rotary_base")
     if isinstance(bases, (list, tuple)) and len(bases) == 2:
         return require_number(bases[0], "rotary_base"), require_number(bases[1], "rotary_base")
@@ -399,7 +399,7 @@ def config_to_megatron_fields(
 
 
 def _get_fact_value(fact: Fact, values: Json, sizes_by_name: Mapping[str, int]) -> object:
-    """Return a fact of config.json, or its default if it is not set."""
+    """Return the value of *fact* in config.json, or its default if it is not set."""
     if fact.config in sizes_by_name:
         return sizes_by_name[fact.config]
     value = get_nested(values, fact.config)
@@ -439,7 +439,7 @@ def _require_expressible(family: Family, style: MegatronStyle, values: Json) -> 
 
 
 def iterate_default_statements(family: Family, config: Json, source: str) -> Iterator[Statement]:
-    """Yield the defaults of config.json for unset facts that Megatron-based programs record."""
+    """Yield config.json defaults for facts that Megatron records but config.json does not set."""
     style = family.megatron
     if style is None:
         return
@@ -455,7 +455,7 @@ def iterate_default_statements(family: Family, config: Json, source: str) -> Ite
 
 
 def find_family_mismatches(family: Family, config: Json, source: str) -> Iterator[Statement]:
-    """Yield config.json values that no Megatron-Core model of *family* can have."""
+    """Yield the values in config.json that no Megatron-Core model of *family* has."""
     style = family.megatron
     allowed_values = (
         {}
@@ -475,7 +475,7 @@ def find_family_mismatches(family: Family, config: Json, source: str) -> Iterato
 def is_allowed(allowed: Iterable[object], value: object) -> bool:
     """Return whether *value* is in *allowed*.
 
-    True is not 1, but a list equals a tuple.
+    True does not equal 1, but a list equals a tuple with the same elements.
     """
     value = tuple(value) if isinstance(value, list) else value
     return any(
@@ -485,7 +485,7 @@ def is_allowed(allowed: Iterable[object], value: object) -> bool:
 
 
 def get_expected_fields(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
-    """Return the allowed values of fields that are the same in all models of a family."""
+    """Return the allowed values, by name, of fields that are fixed in all models of a family."""
     fact_fields = {fact.megatron for fact in style.facts}
     has_experts = EXPERT_COUNT_FIELD in fact_fields or fields.get(EXPERT_COUNT_FIELD) is not None
     neutral = {

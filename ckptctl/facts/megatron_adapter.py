@@ -1,4 +1,4 @@
-"""Megatron-Bridge's adapter section (``peft`` in ``run_config.yaml``) and PEFT's config.
+"""Convert between Megatron-Bridge's ``peft`` section (``run_config.yaml``) and PEFT's config.
 
 ``LoRA`` has factors for complete linear layers, and ``CanonicalLoRA`` for each of the layers that
 are concatenated (such as q, k and v), all with one rank and one alpha. Targets are last names of
@@ -25,20 +25,20 @@ FUSED_LORA, CANONICAL_LORA = (
     f"{_CLASS_PREFIX}canonical_lora.CanonicalLoRA",
 )
 RANK_ROWS = ".linear_in.weight"
-"""Ending of the factor whose number of rows is the rank."""
+"""Name suffix of factor A, whose number of rows is the rank."""
 _FACTOR_PATTERN = re.compile(rf"(.*)\.adapter(?:\.adapter_(\w+))?{re.escape(RANK_ROWS)}")
 _LAYER_PATTERN = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LAYER_PARTS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("linear_q", "linear_k", "linear_v"),
     "linear_fc1": ("linear_fc1_up", "linear_fc1_gate"),
 }
-"""Names of the parts of a layer in CanonicalLoRA."""
+"""Names in CanonicalLoRA of the linear layers that are concatenated into one layer."""
 
 
 def to_peft_config(record: Json) -> dict[str, object]:
-    """Convert a *record*'s adapter section to PEFT's config, empty if there is none.
+    """Convert the adapter section of *record* to PEFT's config, which is empty if none exists.
 
-    Source: ``megatron/bridge/peft/lora.py`` (the factors' product times ``alpha / dim``).
+    Source: ``megatron/bridge/peft/lora.py`` (the scale of B A is ``alpha / dim``).
     """
     adapter_section = record.get(PEFT_SECTION)
     if not isinstance(adapter_section, Mapping) or not {"dim", "alpha"} <= adapter_section.keys():
@@ -95,7 +95,10 @@ def build_adapter_section(
 
 
 def list_incomplete_layers(names: Iterable[str]) -> list[str]:
-    """List concatenated layers with factors for only some parts, which CanonicalLoRA rejects."""
+    """List concatenated layers that have factors for only some of their linear layers.
+
+    CanonicalLoRA rejects such adapters.
+    """
     parts_by_layer: dict[str, set[str]] = defaultdict(set)
     for name in names:
         if (factor := _FACTOR_PATTERN.fullmatch(name)) and factor[2]:
@@ -108,7 +111,7 @@ def list_incomplete_layers(names: Iterable[str]) -> list[str]:
 
 
 def _to_bridge_module(module: str, part: str | None) -> str:
-    """Return Bridge's name of a layer, or of one part: ``linear_q``, ``linear_fc1_up``."""
+    """Return Megatron-Bridge's name of a module, or of one *part* such as ``linear_q``."""
     if part is None:
         return module
     ends = (name for name in _LAYER_PARTS.get(module.rpartition(".")[2], ()) if name.endswith(part))
@@ -117,7 +120,10 @@ def _to_bridge_module(module: str, part: str | None) -> str:
 
 
 def _build_target_patterns(modules: Iterable[str], layer_count: int | None) -> Iterator[str]:
-    """Yield patterns that match only *modules*, with one for all layers or one for each."""
+    """Yield patterns that match only *modules*.
+
+    A module that all layers have gets one pattern, any other module one for each layer.
+    """
     layers_by_name: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         layer = _LAYER_PATTERN.fullmatch(module)

@@ -1,7 +1,8 @@
-"""Megatron records of a source, adapted to an output with the same tensors.
+"""Adapt the Megatron records of a source to an output with the same tensors.
 
-Values that JSON can store are copied; other objects are skipped and reported by name. Fields on
-model parallelism and saved state are rewritten: one rank, and only weights.
+Values that JSON can represent are copied. Other objects are skipped and reported by name. Fields
+about model parallelism and saved state are rewritten, since the output has one rank and only
+weights.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ckptctl.facts.megatron_files import (
 from ckptctl.planner.config_facts import Json
 
 DIVISOR_FIELD = "make_vocab_size_divisible_by"
-"""Field with the padding multiple of the vocabulary, before the tensor-parallel ranks."""
+"""Field whose value, times the tensor-parallel size, is the padding multiple of the vocabulary."""
 YAML_TAG_KEY = "!"
-"""Key with the name of a YAML object that was not constructed."""
+"""Key that stores the tag of a YAML object that was parsed but not constructed."""
 
 
 class CopiedRecord(NamedTuple):
-    """Copied values, and the names of the values that were skipped."""
+    """Values copied from a record, and names of the values that were skipped."""
 
     values: dict[str, object]
     skipped: list[str]
@@ -86,7 +87,7 @@ def _select_json_values(record: Json) -> CopiedRecord:
 
 
 def _is_json_value(value: object) -> bool:
-    """Return whether JSON can store *value*, and no part of it names a skipped object."""
+    """Return whether JSON can represent *value*, and no YAML object in it was skipped."""
     if isinstance(value, Mapping):
         keys = all(type(key) is str and key != YAML_TAG_KEY for key in value)
         return keys and all(map(_is_json_value, value.values()))

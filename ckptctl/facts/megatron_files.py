@@ -1,4 +1,4 @@
-"""Write a model's record for Megatron-based programs: ``args`` and ``run_config.yaml``.
+"""Build the model records of Megatron-based programs, ``args`` and ``run_config.yaml``.
 
 Sources: ``load_args_from_checkpoint`` and ``check_checkpoint_args`` in Megatron-LM's
 ``checkpointing.py``; ``load_model_config`` and ``read_run_config`` in Megatron-Bridge 0.3.
@@ -26,7 +26,7 @@ ONE_RANK = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
 }
-"""Sizes of model parallelism: outputs are written as by one rank."""
+"""Model-parallel sizes of outputs, which are written as if by a single rank."""
 
 NO_TRAINING_STATE = {
     "ckpt_format": "torch_dist",
@@ -34,7 +34,7 @@ NO_TRAINING_STATE = {
     "no_save_optim": True,
     "no_save_rng": True,
 }
-"""Arguments by which Megatron-LM knows that there is no optimizer or RNG state."""
+"""Arguments that tell Megatron-LM that a checkpoint has no optimizer or RNG state."""
 
 COMMON_LAYER_FIELDS = {
     "add_position_embedding": True,
@@ -47,9 +47,9 @@ _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_s
 _GEMMA_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GPT_MODULE = "megatron.bridge.models.gpt_provider."
 DEFAULT_SPECS = {f"{_GPT_MODULE}GPTModelProvider": f"{_GPT_MODULE}default_layer_spec"}
-"""Layer-spec function of a provider, unless the family has its own."""
+"""Default layer-spec function of each provider, used unless the family has its own."""
 EXPERT_IMPLEMENTATION = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
-"""Default implementation of experts; results do not depend on it."""
+"""Fields that select the implementation of experts, which does not affect results."""
 BRIDGE_MODULE = "megatron.bridge.training."
 
 
@@ -106,7 +106,7 @@ def build_megatron_arguments(
 
 
 def build_precision_flags(dtype: str | None) -> dict[str, bool]:
-    """Return the flags for the two half-precision dtypes, which both programs require."""
+    """Return the flags ``bf16`` and ``fp16``, which Megatron-LM and Megatron-Bridge require."""
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
 
 
@@ -120,7 +120,7 @@ def build_run_config(
 ) -> dict[str, object]:
     """Build ``run_config.yaml``, from which Megatron-Bridge builds the model.
 
-    Parameters are those of :func:`build_megatron_arguments`.
+    See :func:`build_megatron_arguments` for the parameters.
 
     Raises:
         MappingError: Bridge has no provider for the family, or cannot express config.json.
@@ -168,7 +168,7 @@ def build_config_container(model: Json) -> dict[str, object]:
 
 
 def build_vocabulary_fields(size: object, padded_rows: int | None) -> dict[str, object]:
-    """Return Bridge's fields that pad a vocabulary of *size* to *padded_rows* rows."""
+    """Return Megatron-Bridge's fields that pad a vocabulary of *size* to *padded_rows* rows."""
     if padded_rows is None or not isinstance(size, int) or size >= padded_rows:
         return {"vocab_size": size, "should_pad_vocab": False}
     powers = (1 << n for n in range(padded_rows.bit_length()))
@@ -179,17 +179,17 @@ def build_vocabulary_fields(size: object, padded_rows: int | None) -> dict[str, 
 
 
 def to_dtype_reference(dtype: str | None) -> dict[str, object]:
-    """Return Bridge's reference to a *dtype*."""
+    """Return Megatron-Bridge's YAML reference to a torch *dtype*."""
     return _build_object_reference(f"torch.{dtype or 'float32'}")
 
 
 def _build_object_reference(name: str) -> dict[str, object]:
-    """Return Bridge's reference to an object that is not called."""
+    """Return Megatron-Bridge's YAML reference to an object that is imported but not called."""
     return {TARGET_KEY: name, "_call_": False}
 
 
 def _build_layer_spec(name: str) -> dict[str, object]:
-    """Return the layer-spec function, with arguments if it is Megatron-Core's own."""
+    """Return the YAML of a layer-spec function, with arguments if it is Megatron-Core's own."""
     if name.startswith("megatron.bridge."):
         return _build_object_reference(name)
     return {TARGET_KEY: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}

@@ -1,4 +1,4 @@
-"""Names of a model's facts in Megatron-based programs, mapped to Megatron-Core's.
+"""Map names that Megatron-based programs use to Megatron-Core's field names.
 
 Sources: Megatron-Core's ``transformer_config.py`` (0.16), Megatron-LM's
 ``megatron/training/arguments.py`` and ``load_args_from_checkpoint``, the providers of
@@ -15,20 +15,20 @@ FIELD_BY_ARGUMENT: Mapping[str, str] = {
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
     "use_rope_scaling": "rope_scaling",
 }
-"""Arguments of Megatron-LM with another name in ``TransformerConfig``."""
+"""Megatron-LM arguments that have another name in ``TransformerConfig``, by argument."""
 
 NEGATED_ARGUMENTS: Mapping[str, str] = {
     "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
     "disable_bias_linear": "add_bias_linear",
 }
-"""Arguments that are the negation of a field."""
+"""Megatron-LM arguments that are the negation of a field, by argument."""
 
 ACTIVATION_ARGUMENTS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
     "quick_geglu": ("quick_gelu", True),
     "squared_relu": ("squared_relu", False),
 }
-"""Boolean arguments, the activation that each selects, and whether it is gated."""
+"""Activation function, and whether it is gated, that each boolean argument selects."""
 
 FUNCTION_PATHS: Mapping[str, str] = {
     "silu": "torch.nn.functional.silu",
@@ -37,7 +37,7 @@ FUNCTION_PATHS: Mapping[str, str] = {
     "fast_gelu": "megatron.core.activations.fast_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
 }
-"""Import paths of the functions that ``activation_func`` may be."""
+"""Import paths of the supported values of ``activation_func``, by activation name."""
 
 FUNCTION_ALIASES: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
 

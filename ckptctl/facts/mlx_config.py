@@ -1,4 +1,4 @@
-"""config.json as mlx-lm reads and writes it.
+"""Adapt config.json to the keys that mlx-lm reads and writes.
 
 For a vision-language model, mlx-lm omits the vision tower and ``vision_config`` but keeps the
 ``model_type``; sizes may be in ``text_config``. transformers has a separate model type for the text
@@ -32,11 +32,11 @@ from ckptctl.planner.layouts import MLX, Family
 
 TYPE_KEY, TEXT_KEY, VISION_KEY = "model_type", "text_config", "vision_config"
 NEW_SCALING = "proportional"
-"""Rotary scaling new in version 5, which readers of ``rope_scaling`` take for another kind."""
+"""Value of ``rope_type`` new in version 5, which readers of ``rope_scaling`` misinterpret."""
 
 
 def adapt_model_type(config: Json, family: Family | None, layout: str | None) -> Json:
-    """Return *config* with the ``model_type`` by which programs of *layout* know *family*."""
+    """Return *config* with the ``model_type`` that programs of *layout* use for *family*."""
     conditions = family.config_signs if family and MLX in family.layouts else ()
     text_type = next(
         (condition.get(TYPE_KEY) for condition in conditions if VISION_KEY not in condition), None
@@ -71,9 +71,9 @@ def adapt_model_type(config: Json, family: Family | None, layout: str | None) ->
 
 
 def add_legacy_keys(config: Json, family: Family | None) -> Json:
-    """Add the keys of transformers before version 5 for those of version 5.
+    """Add the keys of earlier transformers versions that correspond to version 5 keys.
 
-    Legacy keys that *config* has already are not changed.
+    Legacy keys that *config* already contains are not changed.
     """
     config = _add_submodel_keys(config, family)
     sizes = _build_legacy_size_keys(config, family) if family else {}
@@ -129,7 +129,7 @@ def _build_legacy_rope_keys(config: Json) -> dict[str, object]:
 
 
 def _has_outer_text_config(family: Family) -> bool:
-    """Return whether published files have the text model's keys outside ``text_config``."""
+    """Return whether published config.json files have the text model's keys at the top level."""
     names = (split_aliases(spelling) for spelling, _ in family.sizes.values())
     return any(f"{TEXT_KEY}.{first_name}" in other_names for first_name, *other_names in names)
 
@@ -139,7 +139,10 @@ def _drop_none(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _build_legacy_window_keys(config: Json) -> dict[str, object]:
-    """Return the legacy key for the period of full-attention layers, if they recur regularly."""
+    """Return ``sliding_window_pattern`` if full-attention layers recur at a fixed period.
+
+    Otherwise, the result is empty.
+    """
     kinds = config.get("layer_types")
     if (
         not isinstance(kinds, list)
@@ -155,7 +158,10 @@ def _build_legacy_window_keys(config: Json) -> dict[str, object]:
 
 
 def _build_legacy_head_keys(config: Json) -> dict[str, object]:
-    """Return the legacy keys for head sizes of full-attention layers, if all have the same."""
+    """Return the legacy keys for head sizes of full-attention layers.
+
+    The result is empty if the layers in ``per_layer_config`` differ.
+    """
     per_layer_config = config.get("per_layer_config")
     layers = list(per_layer_config.values()) if isinstance(per_layer_config, Mapping) else []
     first_layer = layers[0] if layers else None

@@ -36,9 +36,9 @@ from ckptctl.planner.layouts import Family
 
 SCALED_ROPE_KEY = "use_scaled_rope"
 FFN_FORMULA_KEYS = ("multiple_of", "ffn_dim_multiplier")
-"""Keys that determine the feed-forward size in Meta's files."""
+"""Keys of Meta's params.json from which the feed-forward size is computed."""
 _USUAL_FFN_FACTORS = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
-"""Usual values of ``multiple_of`` and ``ffn_dim_multiplier``, tried first."""
+"""Common pairs of ``multiple_of`` and ``ffn_dim_multiplier``, which are tried first."""
 
 
 def get_preset_values(family: Family, params: Json) -> dict[str, object]:
@@ -51,7 +51,7 @@ def get_preset_values(family: Family, params: Json) -> dict[str, object]:
 
 
 def merge_nested(values: dict[str, object], added: Json) -> None:
-    """Merge *added* into *values*, recursively for objects that both have."""
+    """Merge *added* into *values* in place, recursively for submodels that both contain."""
     for key, value in added.items():
         inner = values.get(key)
         if isinstance(inner, dict) and isinstance(value, Mapping) and key in SUBMODEL_KEYS:
@@ -69,7 +69,7 @@ def list_known_keys(family: Family) -> set[str]:
 
 
 def compute_ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the feed-forward size by Meta's formula."""
+    """Compute the feed-forward size from *dim* by Meta's formula."""
     try:
         hidden = int(2 * (4 * dim) / 3)
         if multiplier is not None:
@@ -83,7 +83,7 @@ def compute_ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> in
 
 
 def compute_params_ffn_size(params: Json, dim: int) -> int:
-    """Return the feed-forward size by Meta's formula for a params.json."""
+    """Compute the feed-forward size by Meta's formula from the values in params.json."""
     factor = params.get("ffn_dim_multiplier")
     multiple = parse_size(params.get("multiple_of"), "multiple_of") or 256
     return compute_ffn_size(
@@ -110,7 +110,7 @@ def read_params_statements(family: Family, params: Json, source: str) -> Iterato
 
 
 def _read_explicit_statements(family: Family, params: Json, source: str) -> list[Statement]:
-    """Return the statements of a params.json other than sizes."""
+    """Return the statements that a params.json makes explicitly, except sizes."""
     style, values, known_keys = family.params, get_model_params(params), list_known_keys(family)
     statements: list[Statement] = []
     for name, fact in style.facts:
@@ -159,8 +159,9 @@ def params_to_config(
 ) -> dict[str, object]:
     """Build the config.json of a checkpoint that has only params.json.
 
-    *sizes*, solved from the tensors, override formulas: vocabulary size (-1 in Llama 2),
-    feed-forward size, key/value heads without repetition, number of layers.
+    *sizes*, solved from the tensors, override params.json for the vocabulary size (-1 in Llama 2),
+    the feed-forward size, the number of key/value heads without repetition, and the number of
+    layers.
     """
     style, values = family.params, add_rope_fields(params)
     _require_translated(family, "config.json", "params.json")
@@ -217,7 +218,7 @@ def _require_translated(family: Family, target_file: str, source_file: str) -> N
 
 
 def _set_nested(values: dict[str, object], name: str, value: object) -> None:
-    """Set a dotted *name* in nested objects."""
+    """Set the value under a dotted *name*, creating nested objects if needed."""
     *outer, last_part = name.split(".")
     for part in outer:
         inner = values.setdefault(part, {})
@@ -228,9 +229,9 @@ def _set_nested(values: dict[str, object], name: str, value: object) -> None:
 
 
 def get_preset_facts(family: Family, params: Json) -> dict[str, object]:
-    """Return facts of config.json that params.json does not state, by name.
+    """Return the facts, by name, that config.json needs and params.json does not state.
 
-    These differ between models of one family: token IDs, lengths, rotary periods.
+    They are token IDs, lengths and rotary periods, which differ between models of one family.
     """
     values, style = add_rope_fields(params), family.params
     stated_facts = {n for n, fact in style.facts if get_nested(values, fact.params) is not None}
@@ -284,8 +285,8 @@ def config_to_params(
 ) -> dict[str, object]:
     """Build params.json from a config.json, with only the keys that the publisher uses.
 
-    If there are more model-parallel *ranks* than key/value heads, the repeated number of heads is
-    written.
+    If the number of model-parallel *ranks* exceeds the number of key/value heads, the heads are
+    repeated for each rank, and the repeated number of heads is written.
     """
     style, values = family.params, normalize_rope(config)
     _require_translated(family, "params.json", "config.json")
@@ -311,7 +312,7 @@ def config_to_params(
 
 
 def _write_fact(params: dict[str, object], fact: Fact, name: str, values: Json) -> None:
-    """Write a fact of config.json to *params*, omitting a null window."""
+    """Write the value of *fact* to *params*, or raise if it is required but not set."""
     raw_value, default = get_nested(values, name), fact.default
     if fact.kind == "window" and has_field(values, name):
         default = None
@@ -327,7 +328,7 @@ def _write_fact(params: dict[str, object], fact: Fact, name: str, values: Json) 
 def _build_meta_fields(
     family: Family, axis_sizes: Mapping[str, int], values: Json, ranks: int
 ) -> dict[str, object]:
-    """Return the fields that only Meta's params.json has."""
+    """Build the fields that only Meta's params.json contains."""
     if axis_sizes["h"] * axis_sizes.get("e", 0) != axis_sizes["d"]:
         raise _inexpressible_error(
             "head_dim", axis_sizes.get("e"), "in Meta's layout it is always dim / n_heads"
@@ -361,7 +362,7 @@ def solve_ffn_factors(dim: int, size: int) -> tuple[int, float | None]:
 
 
 def _require_expressible(style: ParamsStyle, values: Json) -> None:
-    """Raise if params.json of this style cannot express *values*."""
+    """Raise if a params.json of this publisher's style cannot express *values*."""
     for name, rule in style.fixed_rules:
         value = get_nested(values, name)
         if value is not None and value not in rule.allowed:

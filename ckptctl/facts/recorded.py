@@ -32,7 +32,7 @@ from ckptctl.planner.mapping.detect import Candidate, detect_layouts
 
 
 class MegatronRecords:
-    """Megatron's records of the model in a checkpoint."""
+    """Records that Megatron-based programs saved about the model in a checkpoint."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._record = merge_records(catalog.extensions.get(MEGATRON, {}).values())
@@ -41,7 +41,7 @@ class MegatronRecords:
     def find_candidates(
         self, known_families: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
-        """Return candidates for the recorded families whose tables match all keys."""
+        """Return exact layout candidates for the families that the records may describe."""
         candidates: list[Candidate] = []
         for name in find_possible_families(known_families, self._record) if self._record else ():
             single_family, config = (
@@ -60,18 +60,18 @@ class MegatronRecords:
         return candidates
 
     def contradicts_family(self, family: Family) -> bool:
-        """Return whether the records cannot describe a model of *family*."""
+        """Return whether the records contradict values that all models of *family* have."""
         return family.megatron is not None and not _is_consistent(
             family.megatron, extract_megatron_fields(self._record)
         )
 
     def build_config(self, family: Family) -> Json | None:
-        """Build config.json from the records, or return None if they state nothing."""
+        """Build a partial config.json from the records, or return None if they state no facts."""
         config = build_partial_config(family, self._record)
         return TranslatedConfig(config) if config else None
 
     def confirms_padding(self, rows: int, size: int) -> bool:
-        """Return whether the records confirm that *rows* are *size* entries plus padding."""
+        """Return whether the records confirm that *rows* is the vocabulary *size* plus padding."""
         record = self._record
         unit = self._read_count("make_vocab_size_divisible_by", VOCABULARY_PAD_MULTIPLE)
         unit *= self._read_count("tensor_model_parallel_size", 1)
@@ -87,7 +87,7 @@ class MegatronRecords:
 
 
 def find_possible_families(families: Mapping[str, Family], record: Json) -> list[str]:
-    """Return the families that *record* may describe.
+    """Return the names of the families that *record* may describe.
 
     Bridge and NeMo name a class, which identifies most families. Megatron-LM's arguments only
     describe the computation, which several families may share.
@@ -120,7 +120,7 @@ def find_possible_families(families: Mapping[str, Family], record: Json) -> list
 def _filter_by_layer_spec(
     families: Mapping[str, Family], match_lengths: Mapping[str, int], record: Json
 ) -> Iterator[tuple[str, int]]:
-    """Yield the candidates that fit the layer-spec function, if Bridge records one."""
+    """Yield the candidates whose layer spec fits *record*, or all if *record* states no spec."""
     spec = get_model_section(record).get("transformer_layer_spec")
     recorded_function = spec.get(TARGET_KEY) if isinstance(spec, Mapping) else None
     specs = {
@@ -140,7 +140,7 @@ def _filter_by_layer_spec(
 
 
 def _is_consistent(style: MegatronStyle, fields: Json) -> bool:
-    """Return whether no field contradicts a value that all models of the family have."""
+    """Return whether *fields* agree with the values that all models of the family have."""
     expected_values = get_expected_fields(style, fields).items()
     needed = [fact for fact in style.facts if fact.megatron == EXPERT_COUNT_FIELD]
     if needed and fields.get(EXPERT_COUNT_FIELD, 0) is None:
@@ -164,7 +164,10 @@ def _has_valid_values(family: Family, fields: Json) -> bool:
 def _select_families_matching_config(
     families: Mapping[str, Family], family_names: list[str], fields: Json
 ) -> list[str]:
-    """Select families whose config.json conditions hold, except those that a match refines."""
+    """Select families whose config.json conditions hold.
+
+    A family is excluded if another matching family refines it.
+    """
     matching_names: list[str] = []
     for name in family_names:
         family = families[name]

@@ -1,6 +1,6 @@
-"""Rotary frequencies of Megatron-Core and GGUF, converted from and to config.json.
+"""Convert rotary-frequency settings of Megatron-Core and GGUF from and to config.json.
 
-Megatron-Core's fields depend on the kind of attention; a GGUF file has keys and a tensor.
+Megatron-Core's fields depend on the kind of attention. GGUF files use metadata keys and a tensor.
 
 Sources: transformers' ``modeling_rope_utils.py``; Megatron-Core's ``transformer_config.py`` (0.16);
 llama.cpp's ``convert_hf_to_gguf.py``.
@@ -26,15 +26,18 @@ NEMO_ROPE_FIELDS: Mapping[str, str] = {
     "high_freq_factor": "high_freq_factor",
     "old_context_len": ORIGINAL_LENGTH_KEY,
 }
-"""NeMo 2's fields of Llama 3's scaling, and their names in config.json."""
+"""NeMo 2's fields for Llama 3's rotary scaling, mapped to keys of ``rope_scaling``."""
 YARN_FACTS = {
     name.removeprefix("rope."): fact
     for name, fact in FACTS.items()
     if name.startswith("rope.") and fact.megatron
 }
-"""Parameters of YaRN. The fields are those of latent attention. Others add the prefix yarn_."""
+"""Parameters of YaRN, with the Megatron-Core fields for latent attention.
+
+Other kinds of attention use the same fields with the prefix ``yarn_``.
+"""
 TRUNCATE_FIELD = "yarn_correction_range_round_to_int"
-"""Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
+"""Field that states whether YaRN rounds its range of dimensions (``truncate`` in config.json)."""
 
 
 def read_megatron_rope(style: MegatronStyle, fields: Json) -> dict[str, object] | None:
@@ -93,7 +96,7 @@ def _read_yarn(fields: Json, prefix: str) -> dict[str, object]:
 
 
 def write_megatron_rope(style: MegatronStyle, scaling: Json) -> dict[str, object] | None:
-    """Convert ``rope_scaling`` to Megatron-Core's fields, or return None if impossible."""
+    """Convert ``rope_scaling`` to Megatron-Core's fields, or return None if it is unsupported."""
     rope_type = scaling.get("rope_type") or "default"
     is_latent = True in style.fields.get("multi_latent_attention", ())
     if rope_type == "default" and is_latent:
@@ -125,20 +128,20 @@ def _write_yarn(scaling: Json, *, is_latent: bool) -> Iterator[tuple[str, object
 # ------------------------------------------------------------------------------- GGUF
 
 LEGACY_SCALE_KEY = "rope.scale_linear"
-"""Key of the scaling factor in older files."""
+"""Metadata key of the rotary scaling factor in older GGUF files."""
 RELATIVE_TOLERANCE = 1e-3
 
 
 def read_gguf_rope(config: Json, metadata: Json, factors: Sequence[float] | None) -> Json | None:
-    """Convert a GGUF file's scaling to ``rope_scaling``.
+    """Convert the rotary scaling of a GGUF file to ``rope_scaling`` of config.json.
 
     Args:
         config: Other values of config.json.
-        metadata: The metadata, by key without the architecture.
-        factors: Divisors of the frequencies from their tensor, or None if there is none.
+        metadata: Values of the GGUF metadata, by key without the architecture prefix.
+        factors: Divisors of the frequencies, or None if the file has no tensor of divisors.
 
     Returns:
-        The scaling, empty if there is none, or None if it is unsupported.
+        The ``rope_scaling``, empty if the file states no scaling, or None if it is unsupported.
     """
     scaling_type = metadata.get("rope.scaling.type", "none")
     if metadata.get(LEGACY_SCALE_KEY, 1.0) != 1.0 or not _rotates_whole_head(config, metadata):
@@ -167,7 +170,7 @@ def read_gguf_rope(config: Json, metadata: Json, factors: Sequence[float] | None
 
 
 def _rotates_whole_head(config: Json, metadata: Json) -> bool:
-    """Return whether the complete head is rotated, as in all supported architectures."""
+    """Return whether rotary embeddings apply to all dimensions of an attention head."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     default_head_dim = (
         size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
@@ -177,7 +180,7 @@ def _rotates_whole_head(config: Json, metadata: Json) -> bool:
 
 
 def _is_llama3_scaling(config: Json, factors: Sequence[float], factor: float) -> bool:
-    """Return whether *factors* are those of Llama 3.1's scaling."""
+    """Return whether *factors* equal the divisors that Llama 3.1's scaling by *factor* gives."""
     theta, pairs = config.get("rope_theta"), len(factors)
     if not isinstance(theta, float) or not all(0 < value < math.inf for value in (theta, *factors)):
         return False

@@ -1,4 +1,4 @@
-"""Compare the sizes that a configuration states with the tensors.
+"""Compare the sizes that config files state with the shapes of the tensors.
 
 Shapes show the sizes of axes. For axes that only occur in products, such as heads and head
 dimension, statements are assumed to be true one after another. A statement that does not fit the
@@ -24,7 +24,7 @@ def find_contradicting_sizes(
     statements: Sequence[Statement],
     padded_sizes: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
-    """Yield the sizes shown by shapes and numbers of keys that differ from *statements*.
+    """Yield sizes that follow from tensor shapes and counts, if *statements* differ from them.
 
     A size that a formula computes from several facts is yielded together with the size that
     contradicts it, since no file states it.
@@ -71,7 +71,7 @@ def _find_contradicted_sizes(
     stated_sizes: Sequence[tuple[str, Statement]],
     padded_sizes: Mapping[str, int],
 ) -> Iterator[Statement]:
-    """Yield the axis sizes shown by shapes that differ from *stated_sizes*."""
+    """Yield the axis sizes that follow from tensor shapes and differ from *stated_sizes*."""
     observations_by_shape: dict[object, ObservedShape] = {}
     for key, stored in tensors.matched.tensor_by_key.items():
         if key in tensors.shapes:
@@ -122,7 +122,7 @@ def _try_solve(
 def _map_axes_to_statements(
     family: Family, statements: Sequence[Statement]
 ) -> dict[str, Statement]:
-    """Return the first, or a trusted, statement about the size of each axis."""
+    """Map each axis to the statement about its size, preferring trusted, then explicit ones."""
     by_fact: dict[str, Statement] = {}
     for statement in sorted(
         statements, key=lambda statement: (not statement.trusted, not statement.is_explicit)
@@ -171,7 +171,7 @@ def _get_size(statement: Statement) -> int:
 
 
 def _find_unfactored_axes(observations: Sequence[ObservedShape]) -> set[str]:
-    """Return the axes that are a complete dimension of some tensor."""
+    """Return the axes that are a complete dimension of at least one tensor."""
     leaves = [leaf for item in observations for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
@@ -197,7 +197,7 @@ def _describe_evidence(family: Family, observations: Sequence[ObservedShape], ax
 
 
 def _describe_largest_index(tensors: ModelTensors, index: str) -> str:
-    """Return the key with the largest number of *index*, in backquotes."""
+    """Return the key that has the largest value of *index*, in backquotes for messages."""
     keys = (
         (max(column), group.keys[list(column).index(max(column))])
         for group in tensors.matched.groups
