@@ -129,7 +129,7 @@ class AdapterMerge:
         adapter: Catalog of the adapter.
         layout: Layout of the adapter, set when it is matched.
         root: Key prefix of the adapter in a larger state dict, set when it is matched.
-        scales: The distinct factors by which B A is multiplied, filled during the merge.
+        scales: The distinct scales of B A, filled during the merge.
         matched: The changes, set when the adapter is matched.
     """
 

@@ -97,7 +97,7 @@ def _compile_pattern(text: str) -> re.Pattern[str]:
 def _estimate_match_paths(text: str) -> float:
     """Estimate in how many ways *text* can match, or return infinity if unknown.
 
-    Nested repetitions, and groups that change how the rest is parsed, count as infinitely many.
+    Nested repetitions, and groups that change how the regex is parsed, count as infinitely many.
     """
     paths, previous = 1.0, ""
     branch_counts = [1]

@@ -58,8 +58,8 @@ class TensorRoles:
     def get_role(self, key: str, shape: Sequence[int]) -> Role:
         """Return the role of the tensor *key*.
 
-        Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which
-        transformers reads quantized stacks, otherwise ``stacked``.
+        Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name under
+        which transformers reads quantized stacks, otherwise ``stacked``.
         """
         match = self._table.find_match(key)
         if match is None or not isinstance(match[0], LayoutTensor):

@@ -78,7 +78,7 @@ class Recipe:
         title: Description for messages.
         parts: Tensors in which a weight is stored, the quantized elements first.
         build_config: Builds ``quantization_config`` of config.json, given the unquantized modules.
-        column_multiple: Number by which a weight's number of columns must be divisible.
+        column_multiple: Required divisor of the number of columns of a weight.
         shared_part: The stored tensor that fused weights share, such as the global scale, or None.
         stack_multiples: Numbers by which rows and columns of stacked experts must be divisible, or
             None if no program reads stacked experts with this quantization.

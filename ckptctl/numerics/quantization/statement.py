@@ -46,7 +46,7 @@ class QuantizationConfig:
     """Quantization config of a checkpoint.
 
     Attributes:
-        method: The ``quant_method``; empty if there is no config.
+        method: The ``quant_method``, or empty if the checkpoint has no quantization config.
         content: The config as the file contains it.
         where: Key and file that contain the config, for error messages.
     """
