@@ -1,1 +1,1 @@
-"""Training runs: their checkpoints, which of these are complete, and which may be removed."""
+"""Listing, verification and pruning of the checkpoints in a run folder."""

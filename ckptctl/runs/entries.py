@@ -26,9 +26,9 @@ STATE_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
     *(".index.json", "metadata"),
 )
-"""Endings of files that a trainer saves: weights, index, optimizer and trainer state."""
+"""Suffixes of the files that a trainer saves, such as weights and optimizer state."""
 INITIAL_WEIGHTS = "release"
-"""Megatron's folder for initial weights."""
+"""Name of the folder in which Megatron stores initial weights, which have no step."""
 MAX_SHOWN_RUNS = 3
 """Maximum number of runs that an error message lists."""
 
@@ -39,10 +39,11 @@ class RunEntry:
 
     Attributes:
         time: Modification time of the newest file of weights or trainer state, in seconds since
-            the epoch. Without such files, modification time of the newest other file.
+            the epoch. If the entry has no such file, the time of its newest other file.
         last_modified: Modification time of the newest file or of the folder, whichever is later.
         is_staging: Whether the entry is an unfinished save under a temporary name.
-        shared_bytes: Bytes of files with several hard links, which a removal does not free.
+        shared_bytes: Bytes of files that have other hard links. Removing the entry does not free
+            them.
         newest_file: Name of the file that *time* belongs to.
         link: Target of a symbolic link, or an empty string.
     """
@@ -61,7 +62,7 @@ class RunEntry:
 
     @property
     def is_counted(self) -> bool:
-        """Whether retention rules apply, unlike for links and Lightning's ``last.ckpt``."""
+        """Whether retention rules apply, which exclude links and Lightning's ``last.ckpt``."""
         return not self.link and not is_lightning_last(self.path.name)
 
     def is_same(self, other: RunEntry) -> bool:
@@ -169,7 +170,10 @@ def list_last_ckpts_without_step(root: TreePath) -> tuple[str, ...]:
 
 
 def _iterate_files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name and ``lstat`` of each file below *folder*, except folders that vanish."""
+    """Yield the name and ``lstat`` result of each file below *folder*.
+
+    Folders that are deleted during the search are skipped.
+    """
     folders = [folder]
     while folders:
         try:

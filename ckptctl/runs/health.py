@@ -1,4 +1,4 @@
-"""Verdicts on the checkpoints of a run, as given by ``verify --level fast``.
+"""Verification of a run's checkpoints, with the checks of ``verify --level fast``.
 
 A damaged checkpoint may only be removed or skipped if its files show an incomplete write.
 """
@@ -39,7 +39,7 @@ RECENT_CHANGE_SECONDS = 600.0
 MAX_METRIC_CHARS = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
 CHECKPOINT_FIELDS = " ".join((_FIRST, "lacks", _LAST))
-"""Order of a checkpoint's fields in the output."""
+"""Fields of a checkpoint in JSON output, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ def check_health(
 ) -> Health:
     """Verify the checkpoint at *path*, including all checkpoints inside it.
 
-    If *model* is false, tensors are not compared with the model type, because a training process
-    that resumes compares them with its own state. *index_checks* stores results that the
-    checkpoints of a run share.
+    If *model* is false, tensors are not compared with the model type. A training process that
+    resumes compares them with its own state instead. *index_checks* stores the results of index
+    checks, which checkpoints with equal indexes share.
     """
     try:
         health = _check_health(path, _HealthOptions(model, index_checks))
@@ -209,7 +209,7 @@ def examine_entry(
 
 
 class _HealthOptions(NamedTuple):
-    """Options of :func:`check_health`, which apply to every part of a checkpoint."""
+    """Options of :func:`check_health`, which apply to every checkpoint inside the checked path."""
 
     model: bool
     index_checks: IndexChecks | None
@@ -258,7 +258,10 @@ def _check_health(path: TreePath, options: _HealthOptions) -> Health:
 def _combine_parts(
     path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], options: _HealthOptions
 ) -> Health:
-    """Return the verdict of a part with an incomplete write, or else the worst verdict."""
+    """Combine the verdicts on the checkpoints in *path* into one.
+
+    If a checkpoint shows an incomplete write, its verdict is returned, otherwise the worst verdict.
+    """
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     has_ambiguous_formats = len(parts) != len(sniffed)
     healths = [
@@ -283,7 +286,7 @@ def _combine_parts(
 
 
 def _list_unrecognized_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
-    """List unrecognized folders next to *parts* that are named like parts."""
+    """List folders next to *parts* whose names look like *parts*, but whose format is unknown."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     siblings = (item for folder in folders for item in _list_folder(folder) if item not in parts)
     named_like_parts = (item for item in siblings if formats.PART_FOLDER.fullmatch(item.name))
@@ -295,7 +298,7 @@ def _list_unrecognized_parts(path: TreePath, parts: Sequence[TreePath]) -> list[
 
 
 def _check_unrecognized_part(path: TreePath, part: TreePath, options: _HealthOptions) -> Health:
-    """Check the health of an unrecognized folder that is named like a part."""
+    """Check a folder of unknown format whose name looks like that of a checkpoint in *path*."""
     if part.is_symlink():
         part_health = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
     elif _has_no_files(part):
@@ -306,7 +309,7 @@ def _check_unrecognized_part(path: TreePath, part: TreePath, options: _HealthOpt
 
 
 def _has_no_files(path: TreePath) -> bool:
-    """Return whether a file is empty, or a folder contains no files except notes."""
+    """Return whether *path* is an empty file, or a folder with only files that ckptctl adds."""
     if not path.is_dir():
         return path.stat().st_size == 0
     folders = [path]
@@ -320,7 +323,7 @@ def _has_no_files(path: TreePath) -> bool:
 
 
 def _list_folder(folder: TreePath) -> list[TreePath]:
-    """List a folder in order, or return an empty list for a file or an unreadable folder."""
+    """List *folder*, sorted by name, or return an empty list if it is a file or unreadable."""
     try:
         return sorted(folder.iterdir())
     except (NotADirectoryError, PermissionError):
@@ -328,7 +331,7 @@ def _list_folder(folder: TreePath) -> list[TreePath]:
 
 
 def _verify_part(path: TreePath, format_name: str | None, health_options: _HealthOptions) -> Health:
-    """Verify *path* at level ``fast``, in the format called *format_name* or a detected one."""
+    """Verify one checkpoint at level ``fast``. If *format_name* is None, detect the format."""
     options = VerifyOptions(format=format_name, level="fast", model=health_options.model)
     try:
         verification, _ = verify(path, options, index_checks=health_options.index_checks)

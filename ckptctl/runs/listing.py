@@ -1,7 +1,7 @@
 """Listing of a run's checkpoints, and choice of the newest complete one.
 
-A run is a folder whose entries are checkpoints with steps in their names. They are verified as by
-``verify --level fast``. Nothing is written, and torch is not imported.
+A run is a folder of checkpoints that have steps in their names. They are verified in the same way
+as by ``verify --level fast``. Nothing is written, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ COMPANION_FILES = (
     "common.pt",
     "random_states_0.pkl",
 )
-"""Files that trainers write next to the weights, and after them: transformers, Lightning,
-torchtune, Megatron, accelerate."""
+"""Files that transformers, Lightning, torchtune, Megatron and accelerate write after the weights,
+in the same folder."""
 
 
 class RunExaminer:
-    """Checkpoints of a run, each of which is compared with the others of its series.
+    """Verifier of a run's checkpoints, which compares each checkpoint with others of its series.
 
-    If a file is missing that trainers write last and most other checkpoints have, the checkpoint
-    may be unfinished. This is not evidence, since it may have been saved in another way.
+    Trainers write some files last. If a checkpoint does not have such a file, but most other
+    checkpoints do, it may be unfinished. This is no evidence of damage, since the checkpoint may
+    have been saved with other settings.
     """
 
     def __init__(self, members: Sequence[RunEntry], now: float | None, *, model: bool) -> None:
@@ -71,7 +72,7 @@ class RunExaminer:
         )
 
     def examine_checkpoint(self, entry: RunEntry) -> Checkpoint:
-        """Verify one checkpoint, and record a missing file that most others have."""
+        """Verify a checkpoint, and record the absence of a file that most others contain."""
         checkpoint = examine_entry(
             entry, self.now, model=self.model, index_checks=self._index_checks
         )
@@ -104,7 +105,7 @@ def _has_file(folder: TreePath, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """Checkpoint of a run, and whether it is the newest."""
+    """Checkpoint of a run, with a flag for the newest complete checkpoint of its series."""
 
     checkpoint: Annotated[Checkpoint, Inline()]
     newest: Annotated[
@@ -229,9 +230,9 @@ def find_newest_checkpoint(
 ) -> Newest:
     """Find the newest complete checkpoint of a run.
 
-    Abandoned checkpoints only count if there are no others. Among several series, the one that was
-    written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
-    step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
+    Abandoned checkpoints are only chosen if the run has no others. If the run has several series,
+    the series that was written last is used. Lightning's ``last.ckpt`` is only chosen if its step
+    is higher than the steps of all numbered checkpoints. Older checkpoints are not read, except
     those that were saved after a checkpoint with a higher step. *damaged_names* maps names of
     damaged checkpoints without missing files to reasons. For *model*, see :func:`read_run`.
     """
@@ -325,7 +326,7 @@ def _iterate_doubts(
     abandoned: Mapping[str, int],
     examiner: RunExaminer,
 ) -> Iterator[str]:
-    """Yield reasons to doubt that *chosen* is the newest."""
+    """Yield reasons why *chosen* may not be the checkpoint that was saved last."""
     series_members = [
         member
         for member in candidates
@@ -395,13 +396,16 @@ def _select_furthest(candidates: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
 
 
 def _read_saved_step(checkpoint: Checkpoint) -> int:
-    """Read the step that the checkpoint records, or return the step in its name."""
+    """Return the step stored in the checkpoint, or the step in its name if none is stored."""
     recorded_step = read_recorded_step(checkpoint.path)
     return checkpoint.step if recorded_step is None else recorded_step
 
 
 def _require_skippable(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Raise if a checkpoint newer than *chosen* shows no incomplete write, so may be complete."""
+    """Raise if a checkpoint newer than *chosen* may be complete.
+
+    It may be complete unless its files show an incomplete write.
+    """
     unexplained = next(
         (checkpoint for checkpoint in newer if not (checkpoint.torn or checkpoint.writing)), None
     )

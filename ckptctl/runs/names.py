@@ -37,8 +37,9 @@ class CheckpointName:
 
     Attributes:
         series: Part that the names of all checkpoints of a series share, such as ``step-``.
-        order: Step, or epoch if there is no step, followed by numbers that order equal steps.
-        metrics: Metrics in the name.
+        order: Sort key. The first number is the step, or the epoch if the name has no step. The
+            following numbers order checkpoints of the same step.
+        metrics: Values of the metrics in the name, by metric.
     """
 
     series: str
@@ -72,7 +73,10 @@ def is_lightning_last(name: str) -> bool:
 
 
 def parse_staged_name(name: str) -> str | None:
-    """Return the final name of a checkpoint that is being written as *name*, or None."""
+    """Return the final name of a checkpoint whose temporary name is *name*.
+
+    Return None if *name* is not the temporary name of a save.
+    """
     match = _STAGED.fullmatch(name)
     return (match[1] or match[2]) if match else None
 

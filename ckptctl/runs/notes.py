@@ -1,4 +1,4 @@
-"""Records that ckptctl, Lightning's callbacks and transformers store in a run's checkpoints.
+"""Readers for metrics and steps that ckptctl, Lightning and transformers store in checkpoints.
 
 Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``. Lightning updates this
 state before it writes the file, so each file includes its own score. Nothing is unpickled. Scores
@@ -26,14 +26,14 @@ from ckptctl.tree import TreePath
 
 LAST_CHECKPOINT = "last.ckpt"
 CALLBACKS_FILE = "meta.pt"
-"""File with the state of callbacks, if the checkpoint is a folder."""
+"""File in which Lightning stores the state of callbacks if the checkpoint is a folder."""
 STEP_FILES = (
     CALLBACKS_FILE,
     "checkpoint/mp_rank_00_model_states.pt",
     "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt",
     "trainer_state.pt",
 )
-"""Files that may contain the step of a folder checkpoint: FSDP, DeepSpeed, per-rank files."""
+"""Files of a checkpoint folder that may contain its step, as written by FSDP or DeepSpeed."""
 MAX_STEP = 10**18
 SCORE_FORMATS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 SCHEMA = "ckptctl.run/1"
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 def read_run_record(folder: TreePath) -> RunRecord:
-    """Read the run record in the checkpoint *folder*, or return an empty one if there is none."""
+    """Read ``ckptctl.run.json`` in *folder*, or return an empty record if it does not exist."""
     try:
         if not (folder / RUN_FILE).is_file():
             return RunRecord()
@@ -99,7 +99,10 @@ def encode_run_record(
     lineage: Lineage,
     previous_members: Mapping[str, object] | None = None,
 ) -> bytes:
-    """Encode a run record as JSON, with the other members of the record that it replaces."""
+    """Encode a run record as JSON.
+
+    Other members of the record that it replaces are kept. They are passed as *previous_members*.
+    """
     save_members = {
         "save": lineage.save,
         "resumed": [resume._asdict() for resume in lineage.resumed],
@@ -112,14 +115,14 @@ def encode_run_record(
 
 @dataclass(frozen=True, slots=True)
 class TrainerNotes:
-    """Record of a trainer, or of its callbacks, in a checkpoint.
+    """State that a trainer or its callbacks recorded in a checkpoint.
 
     Attributes:
         best_checkpoints: Names or paths of the best checkpoints.
-        scores: Metrics of this checkpoint.
+        scores: Values of the metrics of this checkpoint, by metric.
         step: Step of the save, or None if it is not recorded.
         error: Error that prevented reading the record to its end.
-        has_state: Whether a trainer state exists that is not empty or cannot be read.
+        has_state: Whether the checkpoint contains a nonempty or unreadable trainer state.
     """
 
     best_checkpoints: tuple[str, ...] = ()
@@ -140,7 +143,7 @@ def read_lightning_notes(path: TreePath) -> TrainerNotes:
 
 
 def read_recorded_step(path: TreePath) -> int | None:
-    """Read the step that the checkpoint at *path* records, or return None."""
+    """Read the step stored in the checkpoint at *path*, or return None if no step is stored."""
     try:
         files = [path / name for name in STEP_FILES] if path.is_dir() else [path]
         steps = (_read_notes(file).step for file in files)
@@ -190,7 +193,7 @@ def _iterate_callback_states(root: object) -> Iterator[Mapping[object, object]]:
 def _iterate_scores(
     files: SourceFiles, name: str, states: list[Mapping[object, object]]
 ) -> Iterator[tuple[str, object]]:
-    """Yield the metric and score of each callback, with other tensors described as text."""
+    """Yield the metric and score of each callback. Tensors that are not scalars become text."""
     for state in states:
         score, metric = state.get("current_score"), str(state["monitor"])
         kind = SCORE_FORMATS.get(score.dtype) if isinstance(score, StoredTensor) else None
@@ -213,7 +216,7 @@ LOG_KEY = "log_history"
 
 
 class _TruncatedStateError(Exception):
-    """Trainer state that cannot be read to its end, with the part that was read."""
+    """Truncated or malformed trainer state, with the fields that were read before the error."""
 
     def __init__(self, state: TrainerNotes) -> None:
         super().__init__(state.error)
@@ -247,7 +250,7 @@ def read_trainer_state(folder: TreePath) -> TrainerNotes:
 
 @lru_cache(maxsize=1024)
 def _parse_trainer_state(path: TreePath, _: FileIdentity) -> TrainerNotes:
-    """Parse a trainer state, twice if its log comes before the step."""
+    """Parse a trainer state. If its log precedes the step, parse it twice."""
     members: dict[str, object] = {}
     try:
         log_was_first, step_metrics = _parse_state_file(path, members)
@@ -272,7 +275,7 @@ def _parse_state_file(
     """Parse the file at *path* once, and add its keys to *members*.
 
     Returns:
-        Whether the log came before the step, and the log entry of the step.
+        Whether the log precedes the step in the file, and the log entry of the step.
     """
     log_was_first, seen_keys = False, set()
     step_metrics: dict[str, object] = {}

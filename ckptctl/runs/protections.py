@@ -1,12 +1,13 @@
 """Protections of checkpoints against removal, listed in :data:`PROTECTIONS`.
 
 Each protection has a function that claims checkpoints of a run, with a reason. A claimed checkpoint
-is never removed. It either *stays* and counts for the rules of ``prune`` like any other, or is
-*left alone* and does not count. :mod:`ckptctl.planner.retention` contains the rules themselves.
+is never removed. Either it *stays*, and the rules of ``prune`` count it like any other checkpoint,
+or it is *left alone*, and the rules do not count it. The rules themselves are in
+:mod:`ckptctl.planner.retention`.
 
-Many protections identify a checkpoint by a text. The text may be a name, a step, a path of this
-system or of Windows, or the path of a file inside the checkpoint. It may be quoted, one of several
-lines, or a value in JSON. A pointer that cannot be interpreted protects all checkpoints: see
+Many protections identify a checkpoint by a text. The text may contain its name, its step, its path
+(POSIX or Windows), or the path of a file inside it. It may be quoted, one of several lines, or a
+JSON value. A pointer that cannot be interpreted protects all checkpoints: see
 :meth:`Pointers.require_interpretable`.
 """
 
@@ -48,15 +49,15 @@ POINTERS = {
     "last_checkpoint": "detectron2",
     ITERATION: "Megatron-LM, verl",
 }
-"""Files in a run that name the checkpoint that their trainer opens next."""
+"""Names of pointer files, each with the trainer that reads it to find the checkpoint to resume."""
 MAX_POINTER_BYTES = 1 << 13
 SHOWN_CHARS = 80
 """Maximum number of characters of a pointer that a message shows."""
 IN_USE_REASON = "the running training process"
 STEPLESS_NAMES = frozenset({"release"})
-"""Megatron's name for published weights, in place of a step."""
+"""Checkpoint names without a step. Megatron uses ``release`` for published weights."""
 MAX_TEXT_PARTS = 256
-"""Maximum number of parts of a text that are looked up."""
+"""Maximum number of path components and words of a pointer that are compared with names."""
 MAX_LINK_HOPS = 40
 """Maximum length of a chain of links, as in Linux (man 7 path_resolution)."""
 MAX_ENTRIES = 1_000_000
@@ -69,7 +70,7 @@ _NUMBER = re.compile(
     r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
     re.ASCII | re.MULTILINE,
 )
-"""Number on a separate line, or as a value in JSON."""
+"""Number that is on its own line, or that is a value in JSON."""
 _STEP_LIKE_NAME = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 
 NameResolver = Callable[[str], str | None]
@@ -103,7 +104,7 @@ class PointerFile(NamedTuple):
 
     @property
     def names_checkpoint(self) -> bool:
-        """Whether the content contains a checkpoint name or is a step, existing or not."""
+        """Whether the content is a step or contains a checkpoint name, even if none exists."""
         return has_checkpoint_name(self.content) or (
             self.content.isdecimal() and len(self.content) < SHOWN_CHARS
         )
@@ -111,7 +112,7 @@ class PointerFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """Pointer files of a run, each read once."""
+    """Pointer files of a run, with their contents."""
 
     root: TreePath
     files: Mapping[str, PointerFile]
@@ -132,8 +133,8 @@ class Pointers:
     def require_interpretable(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
 
-        A checkpoint with an incomplete write need not be readable, because training does not
-        resume from it. The best checkpoint that it names is protected only if the name can be read.
+        Pointers in checkpoints with an incomplete write may be unreadable, because training does
+        not resume from these checkpoints.
         """
         root, members = (
             self.root,
@@ -193,7 +194,8 @@ def _raise_if_unreadable(path: TreePath, error: CkptError | None) -> None:
 class Claim(NamedTuple):
     """Claim on a checkpoint by name, or by a *text* that may mention it in several ways.
 
-    If the checkpoint stays and counts, the reason is the file or link that names the checkpoint.
+    If the protection's effect is ``stays``, the reason is the file or link that names the
+    checkpoint.
     """
 
     reason: str
@@ -203,10 +205,10 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """Facts about a run that protections examine.
+    """Run folder and its checkpoints, as seen by the functions that find protections.
 
     Attributes:
-        checkpoints: Checkpoints of the run, the newest last.
+        checkpoints: Checkpoints of the run, from oldest to newest.
         in_use: Names of checkpoints that a running job uses.
         protect_abandoned: Whether abandoned checkpoints are protected.
     """
@@ -241,10 +243,10 @@ class Protection:
     """Reason why a checkpoint is not removed.
 
     Attributes:
-        trainer: Program that writes the file.
+        trainer: Name of the program that writes *file*.
         file: File that contains the claim.
         find_claims: Function that yields the claims on checkpoints of a run.
-        effect: ``stays``, or ``left alone`` if the checkpoint also does not count for the rules.
+        effect: ``stays`` if the rules count the checkpoint, or ``left alone`` if they do not.
     """
 
     name: str
@@ -258,7 +260,8 @@ class CheckpointProtection(NamedTuple):
     """Protection of one checkpoint.
 
     Attributes:
-        pinned: Files and links that name the checkpoint, which stays and counts for the rules.
+        pinned: Files and links that name the checkpoint. If there are any, it stays, and the rules
+            count it.
         exempt: Reason to leave the checkpoint alone, or an empty string.
     """
 
@@ -295,15 +298,15 @@ def find_protections(view: RunView) -> dict[str, CheckpointProtection]:
 
 
 def _claim_pointer(file: str, view: RunView) -> Iterator[Claim]:
-    """Claim the checkpoint in a pointer file, which its trainer opens next."""
+    """Claim the checkpoint that the pointer *file* names, because training resumes from it."""
     yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
 def _claim_best_of_transformers(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoint according to transformers' newest trainer states.
 
-    If a state is truncated, its readable beginning counts, and so does the newest state that can
-    be read to its end.
+    If the newest state is truncated, both its readable beginning and the newest state that is not
+    truncated are used.
     """
     states = {name: read_trainer_state(view.root / name) for name in view.names}
     names_with_state = [name for name in view.names if states[name].has_state]
@@ -330,7 +333,7 @@ def _claim_best_of_transformers(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_best_of_lightning(view: RunView) -> Iterator[Claim]:
-    """Claim the best checkpoints according to Lightning's newest states."""
+    """Claim the best checkpoints according to Lightning's newest callback states."""
     last_names = (name for name in view.names if is_lightning_last(name))
     for name in dict.fromkeys((LAST_CHECKPOINT, *last_names, *_select_newest(view.names, view))):
         for best in read_lightning_notes(view.root / name).best_checkpoints:
@@ -338,7 +341,7 @@ def _claim_best_of_lightning(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_link_targets(view: RunView) -> Iterator[Claim]:
-    """Claim checkpoints that links lead to, into or through."""
+    """Claim checkpoints that symbolic links point to, point into, or pass through."""
     links = {checkpoint.name for checkpoint in view.checkpoints if checkpoint.entry.link}
     for name, link in iterate_link_targets(view.root, view.names):
         if name not in links:
@@ -371,7 +374,7 @@ def _claim_links(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_last(view: RunView) -> Iterator[Claim]:
-    """Claim ``last.ckpt``, which Lightning overwrites with each save and opens next."""
+    """Claim ``last.ckpt``, which Lightning overwrites on every save and resumes from."""
     last_names = (
         checkpoint.name for checkpoint in view.checkpoints if is_lightning_last(checkpoint.name)
     )
@@ -379,9 +382,9 @@ def _claim_last(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_unreadable_records(view: RunView) -> Iterator[Claim]:
-    """Claim complete checkpoints with an unreadable record.
+    """Claim complete checkpoints with an unreadable ``ckptctl.run.json``.
 
-    They may be the best ones, or abandoned.
+    Without this record, it is unknown whether they are the best checkpoints, or abandoned.
     """
     for checkpoint in view.real_checkpoints:
         if checkpoint.record.error and _is_resumable(checkpoint):
@@ -391,7 +394,7 @@ def _claim_unreadable_records(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_being_written(view: RunView) -> Iterator[Claim]:
-    """Claim checkpoints that are locked, or incomplete and changed recently."""
+    """Claim checkpoints that are locked, and incomplete checkpoints that were changed recently."""
     yield from (
         Claim(BEING_WRITTEN, name)
         for name in view.select_names(lambda checkpoint: checkpoint.writing)
@@ -399,21 +402,21 @@ def _claim_being_written(view: RunView) -> Iterator[Claim]:
 
 
 def _claim_not_interrupted(view: RunView) -> Iterator[Claim]:
-    """Claim checkpoints that are not complete, but show no incomplete write."""
+    """Claim checkpoints that are not complete, although their files show no incomplete write."""
     names = view.select_names(lambda checkpoint: not (checkpoint.complete or checkpoint.torn))
     yield from (Claim(NOT_INTERRUPTED, name) for name in names)
 
 
 def _is_resumable(checkpoint: Checkpoint) -> bool:
-    """Return whether *checkpoint* shows no incomplete write, so that training may resume."""
+    """Return whether training may resume from *checkpoint*, which shows no incomplete write."""
     return not (checkpoint.torn or checkpoint.writing)
 
 
 def _select_newest(names: Sequence[str], view: RunView) -> list[str]:
-    """Return the newest of *names* in each series, and the newest that training may resume from.
+    """Select, in each series, the newest checkpoints of *names* whose trainer states must be read.
 
-    A checkpoint with an incomplete write may name itself as the best, so the newest complete
-    checkpoint and the newest one without an incomplete write count as well.
+    A checkpoint with an incomplete write may name itself as the best. Therefore the newest complete
+    checkpoint and the newest one without an incomplete write are selected as well.
     """
     series_by_name = {name: series for name in names if (series := _get_series(name))}
     candidate_sets = (
@@ -458,7 +461,7 @@ def has_pointer_to_entry(root: TreePath) -> bool:
 def find_mentioned_checkpoints(
     text: str, names: Sequence[str], resolve_name: NameResolver
 ) -> tuple[str, ...]:
-    """Return the checkpoints that *text* mentions, by name, path or number."""
+    """Return the checkpoints among *names* that *text* mentions by name, path or step."""
     # Only as separate words: step-10 does not mention step-1.
     words = (
         (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
@@ -472,10 +475,10 @@ def find_mentioned_checkpoints(
 
 
 def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
-    """Build a function that maps another spelling of a name to the one in *names*, or to None.
+    """Build a function that maps a name to the entry of *names* with the same inode, or to None.
 
-    Spellings of one file have the same inode. A file system may ignore case or normalize accents,
-    and a hard link has two names.
+    A file may have several names: the file system may ignore case or normalize accents, and files
+    may be hard links.
     """
 
     @cache
@@ -490,7 +493,7 @@ def build_name_resolver(root: TreePath, names: Sequence[str]) -> NameResolver:
 
 
 def is_known_reference(text: str, root: TreePath) -> bool:
-    """Return whether *text*, which mentions no checkpoint of *root*, refers to something known.
+    """Return whether a *text* that mentions no checkpoint of *root* can still be interpreted.
 
     The text may name a missing checkpoint, another entry of the folder, or an existing path
     elsewhere.
@@ -505,7 +508,7 @@ def is_known_reference(text: str, root: TreePath) -> bool:
 
 
 def has_checkpoint_name(text: str) -> bool:
-    """Return whether *text* contains a name of a checkpoint, existing or not."""
+    """Return whether *text* contains a checkpoint name, even if no such checkpoint exists."""
     return any(
         parse_name(part) or parse_staged_name(part) or is_lightning_last(part)
         for part in _split_text(text)
@@ -532,10 +535,10 @@ def _read_inode(path: TreePath) -> tuple[int, int] | None:
 def iterate_link_targets(
     root: TreePath, names: Sequence[str], *, only_nearby: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield entries of *root* that links lead to, into or through, with text that names the link.
+    """Yield the entries of *root* that links resolve to or pass through, with the link as text.
 
-    *names* are the checkpoints of the run. All are yielded if a folder is too large to search.
-    With *only_nearby*, only links directly in the run and next to it are searched.
+    *names* are the names of the checkpoints. If a folder is too large to search, all of *names* are
+    yielded. If *only_nearby* is true, only links directly in *root* and next to it are searched.
     """
     if is_url(root):
         return
@@ -564,7 +567,7 @@ def iterate_link_targets(
 def _iterate_hops(link: Path) -> Iterator[Path]:
     """Yield every path that the operating system visits to resolve *link*.
 
-    The folder of *link* must be a real path.
+    The parent folder of *link* must be a resolved path.
     """
     current, pending, hops = link.parent, [link.name], 0
     while pending:
@@ -595,7 +598,10 @@ def _iterate_other_folders(root: Path, names: Sequence[str]) -> Iterator[str]:
 
 
 def _iterate_links(root: Path, name: str) -> Iterator[Path | None]:
-    """Yield the links below a folder of *root* in order, then None if there may be more."""
+    """Yield the links below the folder *name* of *root*, sorted by path.
+
+    The last value is None if the folder has too many entries to find all links.
+    """
     stack = [iter(_list_folder(root / name))]
     for _ in range(MAX_ENTRIES):
         while stack and (item := next(stack[-1], None)) is None:
@@ -610,7 +616,7 @@ def _iterate_links(root: Path, name: str) -> Iterator[Path | None]:
 
 
 def _list_folder(folder: Path | str) -> list[os.DirEntry[str]]:
-    """List a folder in order, or return an empty list for a file or an unreadable folder."""
+    """List *folder*, sorted by name, or return an empty list if it is a file or unreadable."""
     try:
         with os.scandir(folder) as items:
             return sorted(items, key=lambda item: item.name)
@@ -626,7 +632,7 @@ NAMING_PROTECTIONS: tuple[Protection, ...] = (
     Protection("best checkpoint", "transformers", TRAINER_STATE, _claim_best_of_transformers),
     Protection("best checkpoint", "Lightning", LAST_CHECKPOINT, _claim_best_of_lightning),
 )
-"""Protections by files that name a checkpoint."""
+"""Protections of checkpoints that a file names."""
 
 PROTECTIONS: tuple[Protection, ...] = (
     *NAMING_PROTECTIONS,
@@ -645,7 +651,7 @@ PROTECTIONS: tuple[Protection, ...] = (
         "no incomplete write", "any", "any of its files", _claim_not_interrupted, "left alone"
     ),
 )
-"""All protections of checkpoints, independent of the rules of a policy.
+"""All protections of checkpoints. They apply under every retention policy.
 
-If several protections leave a checkpoint alone, the reason of the first is reported.
+If a checkpoint is left alone for several reasons, the first in this order is reported.
 """

@@ -1,8 +1,9 @@
 """Removal of the checkpoints that no rule keeps.
 
-:func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
-given steps. Planning changes nothing. :func:`run_prune` executes a plan under a lock and skips
-checkpoints that have changed since. Commands and `CheckpointManager` share this module.
+:func:`plan_prune` selects checkpoints by a retention policy, :func:`plan_discard` and
+:func:`plan_delete` by step. Planning changes nothing. :func:`run_prune` executes a plan under a
+lock and skips checkpoints that have changed since planning. Commands and `CheckpointManager` share
+this module.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT_FIELDS} ac
     """Decision on one checkpoint.
 
     Attributes:
-        nbytes: Bytes to free: those of files without another hard link.
+        nbytes: Bytes that will be freed. Files with other hard links are not counted.
         thinning: Optimizer state to remove instead of the checkpoint, or None.
     """
 
@@ -207,7 +208,7 @@ class PruneResult(Result):
 
     @property
     def thinned(self) -> int:
-        """Number of checkpoints that kept only their weights."""
+        """Number of checkpoints whose optimizer state was removed."""
         done = {*self.done}
         return sum(
             decision.thinning is not None and decision.name in done
@@ -250,7 +251,7 @@ def plan_prune(
         force: Whether to use the order of steps if times disagree, and to allow a checkpoint as
             *root*.
         thin: Whether to remove only optimizer state.
-        replaced: Whether a complete copy elsewhere makes all checkpoints of the run removable.
+        replaced: Whether all checkpoints may be removed, because a complete copy exists elsewhere.
         trainer: Training process that saves into the run, if any. Tensors are then not compared
             with a model type.
         now: Current time in seconds since the epoch, or None to use the clock.
@@ -339,7 +340,10 @@ def _plan_removal(
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
-    """Plan to remove the unprotected checkpoints of selected steps, with *why* as the reason."""
+    """Plan to remove all unprotected checkpoints whose step satisfies *is_selected_step*.
+
+    *why* is the reason that the decisions state.
+    """
     real = _resolve_safe_root(root)
     run = read_run(real, now, series, in_use=in_use, protect_abandoned=False, model=False)
     run.pointers.require_interpretable()
@@ -364,8 +368,8 @@ def _plan_removal(
 def _resolve_safe_root(root: TreePath, *, force: bool = False) -> TreePath:
     """Resolve *root*, or raise if its entries must not be removed.
 
-    It must not be a link, ``/``, the home directory or a parent of it, nor, without *force*, a
-    checkpoint. No file may be at the path of the trash.
+    *root* must not be a link, ``/``, the home directory or a parent of the home directory. Unless
+    *force* is true, it must not be a checkpoint. No file may exist at the path of the trash folder.
     """
     store = open_run_store(root)
     store.require_changeable()
@@ -416,7 +420,7 @@ def _build_plan(
     decisions: Iterable[Decision[Checkpoint]],
     thin: bool = False,
 ) -> PrunePlan:
-    """Build the plan from decisions, or raise if it would be unsafe."""
+    """Build the prune plan from *decisions*, or raise if executing it would be unsafe."""
     prune_decisions = tuple(_build_prune_decision(decision, policy, thin) for decision in decisions)
     plan = PrunePlan(
         root, policy, run, prune_decisions, thin, tuple(open_run_store(root).list_leftovers())
@@ -446,7 +450,7 @@ def _build_plan(
 def _build_prune_decision(
     decision: Decision[Checkpoint], policy: Policy, thin: bool
 ) -> PruneDecision:
-    """Build the prune decision for a checkpoint, with the bytes to free and any thinning."""
+    """Build the prune decision for a checkpoint, including the bytes to free and any thinning."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
@@ -474,7 +478,7 @@ def _build_prune_decision(
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
-    """Execute *plan*, the oldest checkpoint first.
+    """Execute *plan*, from the oldest to the newest checkpoint.
 
     A plan with nothing to remove only empties the trash.
     """
@@ -543,7 +547,7 @@ def _require_kept_unchanged(plan: PrunePlan) -> None:
 
 
 def _require_no_recent_change(decision: PruneDecision, latest_change: float) -> None:
-    """Raise if an incomplete checkpoint changed recently by the file system's clock."""
+    """Raise if an incomplete checkpoint was changed after *latest_change* (file system time)."""
     if not decision.checkpoint.complete and decision.checkpoint.entry.last_modified > latest_change:
         raise RefusedError(
             "another process may still be writing the checkpoint",

@@ -1,4 +1,4 @@
-"""Options of pruning."""
+"""Options of ``prune`` and of the retention policy of `CheckpointManager`."""
 
 from __future__ import annotations
 

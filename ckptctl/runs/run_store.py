@@ -1,4 +1,4 @@
-"""Run folders from which checkpoints are removed, on disk or behind a URL."""
+"""Access to local or remote run folders, for removing checkpoints and writing small files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Deletion(Protocol):
         """Trash folder for checkpoints that cannot be deleted permanently."""
 
     def read_clock(self) -> float:
-        """Read the clock of the storage, which may be on another machine, in seconds."""
+        """Return the storage's current time in seconds since the epoch.
+
+        It can differ from the local clock.
+        """
 
     def delete(
         self, name: str, identity: FileIdentity, recheck: Callable[[], None] = lambda: None
@@ -37,20 +40,20 @@ class Deletion(Protocol):
 
 
 class RunStore(Protocol):
-    """Folder of a run."""
+    """Run folder in a local file system or a remote store."""
 
     @property
     def root(self) -> TreePath:
         """Path of the folder."""
 
     def require_changeable(self) -> None:
-        """Raise if nothing can be removed from this location."""
+        """Raise if files in this folder cannot be removed."""
 
     def refresh_listing(self) -> None:
-        """Discard cached listings."""
+        """Discard cached listings, so that the folder is listed again on the next access."""
 
     def is_name_free(self, name: str) -> bool:
-        """Return whether a save may use *name*, because no checkpoint can be there."""
+        """Return whether a save may use *name*, because no checkpoint of that name can exist."""
 
     def list_unfinished_saves(self) -> list[str]:
         """List checkpoints that an interrupted save may have written partially."""
@@ -62,10 +65,13 @@ class RunStore(Protocol):
         """Remove the leftovers of an interrupted prune."""
 
     def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Write a small file atomically, replacing an existing one."""
+        """Write a small file atomically, replacing any existing file.
+
+        If *sync* is true, the file is synced to disk.
+        """
 
     def create_file(self, name: str, content: bytes) -> None:
-        """Write a small file unless another job has already written it."""
+        """Write a small file, or do nothing if it exists already."""
 
     def lock_for_deletion(self) -> AbstractContextManager[Deletion]:
         """Lock the run for deletion and finish deletions that were interrupted."""
@@ -129,7 +135,7 @@ class LocalRun:
 
 
 def open_run_store(root: TreePath) -> RunStore:
-    """Return the store of the run in *root*."""
+    """Open the run folder *root*, which may be local or remote."""
     if not isinstance(root, UrlPath):
         return LocalRun(Path(root))
     from ckptctl.remote.run_store import RemoteRun  # only needed for URLs

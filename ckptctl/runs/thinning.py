@@ -1,7 +1,7 @@
 """Removal of optimizer state from a checkpoint, whose weights are kept.
 
-Files that contain only optimizer state are removed. If it is stored together with the weights, in
-``dcp`` and ``torch``, the rest is rewritten and replaces the checkpoint atomically.
+Files that contain only optimizer state are removed. The formats ``dcp`` and ``torch`` can store it
+in the same files as the weights. Such a checkpoint is rewritten without it and replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REWRITABLE_FORMATS = ("dcp", "torch")
 OUTDATED_FILES = ADDED_FILES - {RUN_FILE}
-"""Files that are outdated in a rewritten checkpoint."""
+"""Names of files that a rewritten checkpoint omits, because they describe the old checkpoint."""
 _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _STATE_KEYS = frozenset({"state", "states", "param_groups"})
 """Keys of an optimizer's state dict (``torch/optim/optimizer.py``)."""
@@ -45,11 +45,12 @@ _STATE_SLOTS = frozenset(
     | {"exp_inf", "exp_avg_diff", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum"}
     | {"state1", "state2", "m", "v", "mu", "nu"}
 )
-"""State of a parameter in optimizers of torch, Adafactor, bitsandbytes and JAX."""
+"""Names of per-parameter state in optimizers of torch, Adafactor, bitsandbytes and JAX."""
 _AMBIGUOUS_SLOTS = frozenset({"step", "sum", "m", "v", "mu", "nu"})
-"""State names that also occur in the names of model parameters."""
+"""Names of per-parameter optimizer state that also occur in model parameter names."""
 _MAX_DEPTH = 3
-"""Maximum depth at which the state dict starts below its container: ``optimizers.0.state``."""
+"""Maximum number of name components before ``state`` or ``param_groups``, as in
+``optimizers.0.state``."""
 SHOWN_NAMES = 3
 _OPTIMIZER_FILES = re.compile(
     r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
@@ -58,10 +59,11 @@ _OPTIMIZER_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ThinningPlan:
-    """Files and tensors of the optimizer to remove from a checkpoint.
+    """Files and tensors of optimizer state that thinning removes from a checkpoint.
 
     Attributes:
-        files: Files and folders with only optimizer state. If empty, the checkpoint is rewritten.
+        files: Files and folders that contain only optimizer state. If empty, the checkpoint is
+            rewritten.
         freed: Approximate number of bytes to free.
         dropped: Names of the tensors that a rewritten checkpoint omits.
     """
@@ -74,7 +76,7 @@ class ThinningPlan:
 
 
 def plan_thinning(checkpoint: Checkpoint) -> ThinningPlan | str:
-    """Plan to remove optimizer state, or return the reason why none can be removed."""
+    """Plan the removal of optimizer state, or return the reason why nothing can be removed."""
     path, name = checkpoint.path, checkpoint.format or ""
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _list_model_parts(checkpoint)]
@@ -129,7 +131,7 @@ def run_thinning(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> None:
 
 
 def _remove_digests(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
-    """Remove the lines about *files* from checksum lists, so that the others stay valid."""
+    """Remove the lines of *files* from checksum lists in *folder*, so that the lists stay valid."""
     removed_names = [str(path.relative_to(folder)) for path in files]
 
     def is_removed(file: str) -> bool:
@@ -158,7 +160,7 @@ def _replace_checksum_list(path: Path, text: str, temporary_path: Path) -> None:
 
 
 def _rewrite_checkpoint(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> None:
-    """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
+    """Write a copy of the checkpoint without optimizer state, and replace the checkpoint by it."""
     # Imported late, because only thinning converts.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
@@ -191,7 +193,10 @@ def _rewrite_checkpoint(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> Non
 
 
 def drop_optimizer_state(catalog: Catalog) -> Catalog:
-    """Return *catalog* without optimizer state and companion files, which are copied unchanged."""
+    """Return *catalog* without optimizer state and without the values in companion files.
+
+    Companion files are copied unchanged, so they need no catalog entries.
+    """
     companion_names, optimizer_roots = (
         _list_companion_names(catalog),
         _find_optimizer_roots(catalog),
@@ -219,10 +224,11 @@ def _list_companion_names(catalog: Catalog) -> set[str]:
 
 
 def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
-    """Return the first words of names that belong to optimizer state.
+    """Return the first name components below which all entries are optimizer state.
 
-    The word alone is not evidence, since models have modules called ``opt`` and ``optim``. Below
-    such a word, every tensor must look like optimizer state. Below ``optimizer``, one is enough.
+    A component alone proves nothing, since models have modules called ``opt`` and ``optim``. Below
+    these, the names of all tensors must look like optimizer state. Below ``optimizer``, one such
+    name is enough.
     """
     tensors = [
         _split_words(leaf.path)
@@ -244,7 +250,7 @@ def _find_optimizer_roots(catalog: Catalog) -> frozenset[str]:
 
 
 def _is_optimizer_leaf(head: str, rest: Sequence[str]) -> bool:
-    """Return whether only optimizer state has names that consist of *head* and *rest*."""
+    """Return whether the name *head* + *rest* (components) can only belong to optimizer state."""
     is_clear_slot = (
         rest[-1:]
         and rest[-1] in _STATE_SLOTS
@@ -255,7 +261,7 @@ def _is_optimizer_leaf(head: str, rest: Sequence[str]) -> bool:
 
 
 def _is_likely_optimizer_leaf(rest: Sequence[str]) -> bool:
-    """Return whether optimizer state may have names that end in *rest*."""
+    """Return whether the components *rest* look like the end of an optimizer state's name."""
     return not _STATE_KEYS.isdisjoint(rest[:_MAX_DEPTH]) or (
         bool(rest) and rest[-1] in _STATE_SLOTS
     )
@@ -282,7 +288,7 @@ def _list_model_parts(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _iterate_optimizer_files(checkpoint: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
-    """Yield files that contain only optimizer state and that no catalog of weights uses."""
+    """Yield files that contain only optimizer state, except files that *catalogs* also use."""
     if not checkpoint.path.is_dir():
         return
     used_files = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
@@ -294,7 +300,7 @@ def _iterate_optimizer_files(checkpoint: Checkpoint, catalogs: list[Catalog]) ->
 
 
 def _copy_remaining_files(source: Path, target: Path, catalog: Catalog) -> None:
-    """Link or copy the remaining files of *source* to *target*."""
+    """Link or copy all files of *source* that were not rewritten to *target*."""
     rewritten = catalog.files.keys() - {COMPANION_FILE}
     for item in sorted(_iterate_below(source)):
         name = item.relative_to(source)
@@ -319,13 +325,16 @@ def _link_or_copy(item: Path, destination: Path) -> None:
 
 
 def _set_times(target: Path, time: float) -> None:
-    """Set the modification time of new files to that of the files that they replace."""
+    """Set the modification time of *target* and of all files below it to *time* (epoch seconds)."""
     for item in (target, *_iterate_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
 
 
 def _iterate_below(folder: Path) -> Iterator[Path]:
-    """Yield everything below a folder without following links, or nothing for a file."""
+    """Yield all files and folders below *folder*, without following links.
+
+    Yield nothing if *folder* is a file.
+    """
     folders = [folder] if folder.is_dir() else []
     while folders:
         for item in folders.pop().iterdir():

@@ -102,8 +102,8 @@ class MetadataResult(Result, order=f"{RESULT_FIELDS} notes"):
 def plan_metadata(path: str | TreePath) -> MetadataPlan:
     """Build the global metadata, without writing anything.
 
-    Reads the header of every write item, a few kilobytes per chunk, and compares it with the ranks'
-    metadata.
+    The header of every write item (a few kilobytes per chunk) is read and compared with the
+    metadata that the ranks wrote.
     """
     require_local(
         path,
@@ -159,7 +159,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 
 
 def _require_torch_items(catalog: Catalog) -> None:
-    """Raise if an item is not a zip of `torch.save`, which this metadata requires."""
+    """Raise if a write item is not a `torch.save` zip, which this ``.metadata`` requires."""
     codecs = (codec for entry in catalog.tensors.values() for codec in get_codecs(entry.extents))
     has_other_codecs = any(codec != "torch" for codec in codecs)
     if has_other_codecs or any(blob.extension for blob in catalog.blobs.values()):

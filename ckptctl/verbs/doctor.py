@@ -1,7 +1,7 @@
 """Checks of the installation, the plug-ins, a directory and the environment.
 
-torch is not imported, nothing is changed, and no files remain. A check is ``ok``, ``warn`` if
-something is slower or unavailable, or ``fail`` if something is broken.
+torch is not imported. Test files are removed, and nothing else is changed. The status of a check is
+``ok``, ``warn`` if something is slow or unavailable, or ``fail`` if something is broken.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ def diagnose_directory(directory: Path) -> Diagnosis:
 
 NAME = "ckptctl"
 REQUIREMENTS = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
-"""Requirements of a checkout, which has no package metadata."""
+"""Required packages, for a source checkout, which has no package metadata."""
 OPTIONAL = {
     "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
     "training: `pip install torch`",
     "isal": None,
 }
-"""Optional packages, with a hint if they are missing."""
+"""Optional packages, each with a hint that is shown if the package is missing."""
 SLOW_START_SECONDS = 0.5
 HEAVY_PACKAGES = ("torch", "numpy")
 _EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
@@ -125,7 +125,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
 def _check_installation() -> Iterator[Check]:
-    """Check the packages, their versions and the start-up time."""
+    """Check that packages are installed in sufficient versions, and measure the start-up time."""
     yield _check_startup_time(time.process_time())
     yield _check_version()
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
@@ -306,12 +306,12 @@ def _probe_folder(folder: Path) -> Iterator[Check]:
 # ------------------------------------------ probes in an empty folder
 
 FICLONE = 0x40049409
-"""``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""
+"""Number of the ioctl ``FICLONE``, from ``linux/fs.h`` (man 2 ioctl_ficlone)."""
 SYNC_BYTES = 1 << 20
 
 
 def list_unsupported_renames(folder: Path) -> list[str]:
-    """List the unsupported rename modes that publishing requires (man 2 rename)."""
+    """List rename modes that publishing needs but *folder* does not support (man 2 rename)."""
     a, b = folder / "rename-a", folder / "rename-b"
     a.touch()
     unsupported = []
@@ -329,7 +329,7 @@ def list_unsupported_renames(folder: Path) -> list[str]:
 
 
 def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
-    """Return the reason why a sparse file of *nbytes* bytes cannot be created, or None."""
+    """Return the reason why a sparse file of *nbytes* cannot be created, or None if it can."""
     path = folder / "large"
     try:
         with path.open("wb") as file:
@@ -342,7 +342,7 @@ def find_large_file_problem(folder: Path, nbytes: int) -> str | None:
 
 
 def measure_sync_seconds(folder: Path) -> float:
-    """Measure the seconds for writing and syncing 1 MiB."""
+    """Measure how long it takes to write and sync a file of 1 MiB, in seconds."""
     start = time.perf_counter()
     with (folder / "sync").open("wb") as file:
         file.write(bytes(SYNC_BYTES))
@@ -353,7 +353,7 @@ def measure_sync_seconds(folder: Path) -> float:
 
 
 def find_lock_problem(folder: Path) -> str | None:
-    """Return the reason why a file cannot be locked (man 2 flock), or None."""
+    """Return the reason why files in *folder* cannot be locked (man 2 flock), or None."""
     try:
         with (folder / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -363,7 +363,7 @@ def find_lock_problem(folder: Path) -> str | None:
 
 
 def is_case_sensitive(folder: Path) -> bool:
-    """Return whether names that differ only in case are different files."""
+    """Return whether file names in *folder* that differ only in case denote different files."""
     (folder / "case").touch()
     return not (folder / "CASE").exists()
 
@@ -376,7 +376,7 @@ def measure_clock_skew(folder: Path) -> float:
 
 
 def describe_copying(folder: Path) -> str:
-    """Describe how the file system copies bytes between files."""
+    """Describe how the file system copies byte ranges between files."""
     source, target = folder / "copy-a", folder / "copy-b"
     source.write_bytes(bytes(4096))
     with source.open("rb") as a, target.open("wb") as b:
@@ -393,7 +393,7 @@ def describe_copying(folder: Path) -> str:
 
 
 def has_hard_link_support(folder: Path) -> bool:
-    """Return whether hard links are supported."""
+    """Return whether the file system of *folder* supports hard links."""
     (folder / "link-a").touch()
     try:
         os.link(folder / "link-a", folder / "link-b")
@@ -403,7 +403,7 @@ def has_hard_link_support(folder: Path) -> bool:
 
 
 def has_unnamed_file_support(folder: Path) -> bool:
-    """Return whether unnamed files are supported (``O_TMPFILE``, man 2 open)."""
+    """Return whether the file system of *folder* supports ``O_TMPFILE`` (man 2 open)."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError:
@@ -418,7 +418,7 @@ TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def _check_environment() -> Iterator[Check]:
-    """Check the terminal, limits, ranks and the Hub's cache and token."""
+    """Check the terminal, resource limits, rank variables, and the Hub's cache and token."""
     encoding = (sys.stdout.encoding or "ascii").lower()
     hint = "other characters are escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
     utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
@@ -454,9 +454,9 @@ def _check_ranks() -> Check:
 
 
 def _find_hub_home() -> Path:
-    """Return the folder of Hugging Face's libraries, as ``huggingface_hub.constants`` does.
+    """Return the cache folder of Hugging Face libraries, as ``huggingface_hub.constants`` does.
 
-    Importing that module takes longer than the rest of the start-up.
+    That module is not imported, because its import would take most of the start-up time.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
@@ -480,7 +480,7 @@ def _check_hub_cache() -> Check:
 
 
 def _check_hub_token() -> Check:
-    """Check where the Hub's token is stored, without reading its value."""
+    """Check whether a Hub token is stored, and where, without reading its value."""
     variable = next((name for name in TOKEN_VARIABLES if os.environ.get(name)), None)
     if variable:
         return Check("Hub token", f"from {variable}")

@@ -1,4 +1,4 @@
-"""Mapping of a key to another layout, from a model type's tables without a checkpoint."""
+"""Mapping of a key to another layout, based on the model type's tables alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class KeyMap(Result, order="key template"):
 def map_key(key: str, options: MapOptions) -> KeyMap:
     """Map *key*, or a template such as ``model.layers.{i}.mlp.up_proj.weight``, to a layout.
 
-    Without a model type, the configuration determines it.
+    If *options* name no model type, the config files determine it.
     """
     with families.use_converter_file(options.converter):
         model_type, to_layout, sizes_given = options.model_type, options.to_layout, options.sizes
@@ -96,7 +96,7 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
 
 
 def _find_layout(family: Family, key: str) -> str:
-    """Return the layout of *key*, or the one with the most similar keys if no layout has it."""
+    """Return the layout that contains *key*, or else the layout with the most similar keys."""
     layout_names = [
         name for name in family.layouts if any(family.get_layout(name).iterate_matches(key))
     ]
@@ -117,7 +117,7 @@ def _find_layout(family: Family, key: str) -> str:
 
 
 def _detect_model_type(config_path: TreePath | None, documents: Mapping[str, Json]) -> str:
-    """Return the model type that the files at *config_path* describe."""
+    """Determine the model type from the config files at *config_path*."""
     names = list_families_matching_configs(
         families.load_families(), documents.get("config.json"), documents.get("params.json")
     )
@@ -158,9 +158,9 @@ def _read_configuration(config_path: TreePath) -> Mapping[str, Json]:
 def _correct_repeated_heads(
     config_path: TreePath, documents: Mapping[str, Json], family: Family
 ) -> Mapping[str, Json]:
-    """Return *documents*, or the corrected documents of the opened checkpoint.
+    """Correct the number of heads in *documents* if tensor-parallel ranks store copies of heads.
 
-    Only the shards show whether ranks repeat heads, so they are opened if the sizes allow it.
+    Only the shards show this. The checkpoint is opened only if its sizes make copies possible.
     """
     root = expand_home(config_path)
     root = root.parent if root.is_file() else root

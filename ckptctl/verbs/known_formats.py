@@ -1,4 +1,4 @@
-"""Known formats: how each is detected, when it is complete, and how it was tested."""
+"""Descriptions of known formats: detection, completeness and tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READ_CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Option for reading a format."""
+    """Option that applies to reading a format, with its meaning."""
 
     option: Annotated[str, JsonField("name on the command line")]
     meaning: Annotated[str, JsonField("human-readable description")]
@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFormat:
-    """Properties of a written format."""
+    """Properties of checkpoints that ckptctl writes in a format."""
 
     directory: Annotated[bool, JsonField("whether it is a directory rather than one file")]
     leaves: Annotated[bool, JsonField("whether non-tensor values are kept")]
@@ -95,7 +95,7 @@ class KnownFormats(Result):
 
 
 def list_known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
-    """List all formats, or only the one called *name*, with formats of other packages last."""
+    """List all formats, or only the format *name*. Formats from plug-ins come last."""
     selected_formats = (
         (formats.get_format(name),) if name is not None else formats.load_all_formats().values()
     )

@@ -1,4 +1,4 @@
-"""Known model types and their tables."""
+"""Descriptions of known model types and of the layouts in their tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptctl.shared_options import ModelsOptions
 MAX_SHOWN_KEYS = 3
 NOT_PROVEN = "not validated by logits"
 UNTRANSLATED = "copied, not translated"
-"""Label of model types that only have Hugging Face's layouts."""
+"""Label of model types that have no layouts except those of Hugging Face."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """One layout of a model type, in readable form."""
+    """Table of one layout of a model type, formatted for display."""
 
     name: Annotated[str, JsonField("name of the layout")]
     same_as: Annotated[
@@ -66,7 +66,7 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class LayoutProof:
-    """Evidence for a layout."""
+    """Layout of a model type, and the evidence that its table is correct."""
 
     name: Annotated[str, JsonField("name on the command line")]
     proof: Annotated[
@@ -79,7 +79,7 @@ class LayoutProof:
 
 @dataclass(frozen=True, slots=True)
 class SizeNames:
-    """Names of an axis size in configurations."""
+    """Axis size, and the names of the config fields that contain it."""
 
     axis: Annotated[str, JsonField("name in the tables")]
     config: Annotated[str, JsonField("name in `config.json`", to=empty_to_none)]
@@ -87,7 +87,7 @@ class SizeNames:
 
 
 def list_size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
-    """Return the preferred names of axis sizes in configurations."""
+    """List, for each axis size, the config fields that contain it."""
     return [
         SizeNames(axis, split_aliases(config)[0], split_aliases(params)[0])
         for axis, (config, params) in sizes.items()
@@ -137,7 +137,7 @@ class ModelType(
     tables: tuple[LayoutTable, ...] = ()
 
     def describe_proof(self, layout: str) -> str:
-        """Describe the comparison of logits for *layout*, or else the source of its table."""
+        """Describe the comparison of logits that checked *layout*, or else its table's source."""
         program = self.family.sources.get(layout)
         unproven = (
             f"{NOT_PROVEN}; names and axes are from the sources of {program}"
@@ -187,7 +187,7 @@ class Models(Result):
 
 
 def list_models(options: ModelsOptions) -> Models:
-    """List all model types without their tables, or one model type with its tables."""
+    """List all model types without tables, or only the requested model type with its tables."""
     with families.use_converter_file(options.converter):
         return Models(tuple(_iterate_models(options.family, options.layout)))
 
@@ -247,7 +247,7 @@ def _iterate_tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutT
 
 
 def _list_unique_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
-    """Return up to three key templates that no other model type has."""
+    """Return up to three key templates of *layout* that no model type in *others* has."""
     words_by_template = {
         stored.template: frozenset(_split_words(stored.template.text)) for stored in layout.stored
     }

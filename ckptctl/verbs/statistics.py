@@ -1,6 +1,7 @@
-"""Statistics of the values of a tensor, read in windows of 1 MiB.
+"""Statistics of tensor elements, which are read in windows of 1 MiB.
 
-The order of elements is irrelevant, so they are read as stored. Only one window is in memory.
+The order of elements is irrelevant, so they are read in storage order. Each thread keeps only one
+window in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEFAULT_BINS = 10
 class Statistics:
     """Statistics of one tensor.
 
-    Those of a complex tensor cover real and imaginary parts. The minimum and maximum of 64-bit
+    For a complex tensor, they cover the real and imaginary parts. The minimum and maximum of 64-bit
     integers are exact.
     """
 
@@ -63,15 +64,15 @@ def map_tensors_in_parallel(
     advance: Advance | None,
     jobs: int | None = None,
 ) -> Iterator[tuple[TensorEntry, T | CkptError]]:
-    """Apply *measure* to tensors in parallel, and yield each result or error in order.
+    """Apply *measure* to tensors in parallel, and yield each tensor with its result or error.
 
     Args:
-        entries: The tensors.
-        sizes: Number of bytes to read of each.
+        entries: Tensors to read. Results are yielded in this order.
+        sizes: Number of bytes to read of each tensor.
         measure: Function that reads a tensor. Its arguments are the tensor and a callback that
             takes the number of bytes read.
         advance: Callback for the total progress.
-        jobs: Number of threads; None for this process's share of the cores.
+        jobs: Number of threads, or None to use this process's share of the CPU cores.
     """
     from ckptctl.storage.arithmetic import import_torch, limit_torch_to_one_thread
 
@@ -128,7 +129,7 @@ def count_nonfinite(
 
 
 def merge_statistics(a: Statistics, b: Statistics) -> Statistics:
-    """Combine the statistics of two sets of values, without histograms.
+    """Combine the statistics of two disjoint sets of values. Histograms are dropped.
 
     Source: Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample
     variances* (1979), equation 2.1.
@@ -185,7 +186,7 @@ def _compute_moments(values: Tensor) -> Statistics:
 
 
 def _find_extremes(values: Tensor) -> tuple[float, float]:
-    """Return the minimum and maximum, which are exact for integers."""
+    """Return the minimum and maximum of *values*. For integers, they are exact."""
     import torch
 
     if values.dtype != torch.uint64:
@@ -213,7 +214,7 @@ def _build_histogram(
 
 
 def _iterate_values(files: Readable, entry: TensorEntry, advance: Advance) -> Iterator[Tensor]:
-    """Yield all elements as float32, or as float64 or integers if float32 is not exact."""
+    """Yield windows of elements as float32, or as float64 or integers if float32 is not exact."""
     import torch
 
     from ckptctl.storage.tensor_reader import iterate_stored_windows  # only to read data

@@ -49,7 +49,7 @@ _RENAMED_OPTIONS = {"from": "format", "from-layout": "layout"}
 
 @dataclass(slots=True)
 class _ElementComparison:
-    """Result of comparing the elements."""
+    """Result of comparing the elements of all tensor pairs."""
 
     errors: Mapping[str, Errors] = field(default_factory=dict)
     by_checksum: int = 0
@@ -66,7 +66,8 @@ def compare_checkpoints(
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
-    Errors are deviations of *b* from *a*. *progress* receives the number of bytes to compare.
+    Errors measure how far *b* deviates from *a*. *progress* is called with the number of bytes to
+    compare.
     """
     with families.use_converter_file(options.converter):
         return _compare_sources(a, b, options, progress)
@@ -132,8 +133,7 @@ def _compare_sources(
 def _is_ignored(difference: TensorDifference, options: DiffOptions) -> bool:
     """Return whether only the dtype differs and `ignore_dtype` is set.
 
-    If B stores the tensor in several dtypes, elements are not compared, so nothing shows that they
-    are equal.
+    A tensor that B stores in several dtypes is not ignored, because its elements are not compared.
     """
     compared = options.structure or not difference.has_several_dtypes
     return options.ignore_dtype and difference.kinds == ("dtype",) and compared
@@ -158,7 +158,10 @@ class _SideSource:
 
 
 def _build_option_names(side: str) -> dict[str, str]:
-    """Map options for one checkpoint to those of a side, such as ``--from`` to ``--format-a``."""
+    """Map option names for one checkpoint to option names for one side.
+
+    For example, ``--from`` is mapped to ``--format-a``.
+    """
     return {f"--{name}": f"--{_RENAMED_OPTIONS.get(name, name)}-{side}" for name in _SIDE_OPTIONS}
 
 
@@ -192,7 +195,7 @@ def _apply_to_sides(
     apply: Callable[[T], Catalog],
     fallback: Callable[[T, UsageError], Catalog],
 ) -> list[Catalog]:
-    """Apply an option to both sides, and use *fallback* if only one side rejects the option."""
+    """Apply an option to both sides. If only one side rejects it, use *fallback* for that side."""
     results: list[Catalog] = []
     errors: list[UsageError] = []
     for side in sides:
@@ -207,9 +210,10 @@ def _apply_to_sides(
 
 
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
-    """Read the non-tensor values of *catalog*, and turn tensors inside them into entries.
+    """Read the non-tensor values of *catalog*, and add entries for the tensors inside them.
 
-    Also returns the names of tensors inside trainer state.
+    Returns:
+        The new catalog, and the names of the tensors inside trainer state.
     """
     read = formats.resolve_codecs(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}
@@ -219,7 +223,7 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
 
 
 def _require_selection(paired: Pairing, options: DiffOptions) -> None:
-    """Raise if globs select nothing, since the checkpoints would seem equal."""
+    """Raise if the globs select nothing, since the checkpoints would then be reported as equal."""
     unpaired_names = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
     if (options.include or options.exclude) and not (
         paired.pairs or paired.leaves or unpaired_names
@@ -274,7 +278,7 @@ def _compare_values(
 
 
 def _require_bitwise_comparable(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
-    """Require torch if comparing bits could report equal numbers as different."""
+    """Raise if torch is missing and comparing bits could report equal numbers as different."""
     instead = f"{format_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
         require_torch("a tolerance", alternative="omit the tolerance to compare bits")
@@ -288,7 +292,7 @@ def _require_bitwise_comparable(pairs: Sequence[Pair], tolerance: Tolerance | No
 
 
 def _has_equal_checksums(a: Catalog, b: Catalog, pair: Pair) -> bool:
-    """Return whether the checksums that both sides record of a tensor match."""
+    """Return whether both checkpoints record checksums of the tensor, and these are equal."""
     if not pair.composed.is_rename:
         return False
     stored = b.tensors[pair.composed.sources[0].key]
@@ -329,7 +333,7 @@ def _list_notes(
 def _list_quantization_notes(
     a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions
 ) -> tuple[str, ...]:
-    """Return a note if only one side is quantized."""
+    """Return a note if only one of the two checkpoints is quantized, else an empty tuple."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
     quantized_tensors = [find_quantized_tensors(catalog) for catalog in (a, b)]

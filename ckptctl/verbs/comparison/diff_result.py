@@ -22,7 +22,7 @@ _NO_DIFFERENCE: Mapping[Evidence, ComparisonVerdict] = {
     "checksums": "recorded checksums match; data not read",
     "structure": "the same structure; data not read",
 }
-"""Verdict by evidence if no difference was found."""
+"""Verdict if no difference was found, by the evidence that was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TensorDifference(Result, order="name sources kinds"):
 
     @property
     def sort_key(self) -> tuple[bool, bool, float, float]:
-        """Sort key by different shapes, then non-finite values, then the largest errors."""
+        """Sort key. Different shapes come first, then non-finite values, then large errors."""
         values = self.values or Errors()
         worst = (values.max_abs or 0.0, values.max_rel or 0.0)
         return (self.shape_a == self.shape_b, not values.nonfinite, -worst[0], -worst[1])

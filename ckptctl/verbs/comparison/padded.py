@@ -1,4 +1,4 @@
-"""Comparison of a vocabulary that only A pads."""
+"""Comparison of vocabulary tensors that have padding rows only in checkpoint A."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptctl.units import pluralize
 def remove_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     """Remove the padding rows of *a*'s vocabulary, and add a note to *mapping*.
 
-    Rows with data are only padding if the trainer's arguments say so.
+    Rows that contain nonzero data only count as padding if the trainer's arguments state this.
 
     Returns:
         *a* without padding, and the number of bytes read to detect it.
@@ -61,7 +61,7 @@ def remove_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
 
 
 def _iterate_padded_tensors(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
-    """Yield vocabulary tensors with more rows in A than in B, and the number of rows in B."""
+    """Yield each vocabulary tensor with more rows in A than in B, and the number of rows in B."""
     written = formats.get_format(a.format)
     pads = isinstance(written, WritableFormat) and written.pads_vocabulary
     if not pads or mapping.model_type is None or mapping.layout is None:

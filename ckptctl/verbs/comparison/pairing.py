@@ -54,12 +54,13 @@ class ComparedSelection:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Tensor of A, and its counterpart in B.
+    """Tensor of checkpoint A, and the tensors of B that it is compared with.
 
     Attributes:
         composed: Composition of the tensor from tensors of B, in A's layout.
-        sources: Names in B.
-        dtype: torch's name of the dtype in B; comma-separated if its parts differ.
+        sources: Names of these tensors in B.
+        dtype: Dtype in B as named by torch. If B uses several dtypes, they are separated by
+            commas.
     """
 
     entry: TensorEntry
@@ -79,10 +80,10 @@ class Pairing:
 
 
 def map_to_first_layout(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
-    """Map *b* to the layout of *a*, completely if possible.
+    """Map the tensors of *b* to the layout of *a*. If some cannot be mapped, map the others.
 
-    If only *a* has a configuration, the sizes in it apply to both. The model type may also come
-    from records in *a*.
+    If only *a* has a config, its sizes apply to both checkpoints. If *b* does not determine the
+    model type, records in *a* may determine it.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
@@ -161,7 +162,10 @@ def pair_tensors(
 def _build_side(
     catalog: Catalog, layout: str | None, used_names: Collection[str], left_out: Mapping[str, str]
 ) -> Side:
-    """Describe one side, which alone has the names that are not in *used_names*."""
+    """Describe one checkpoint, including the names that the other one does not have.
+
+    *used_names* are the names that both have.
+    """
     return Side(
         str(catalog.path),
         catalog.format,
@@ -175,7 +179,7 @@ def _build_side(
 def _iterate_pairs(
     a: Catalog, b: Catalog, mapping: StateMapping, left_out: Collection[str]
 ) -> Iterator[Pair]:
-    """Yield the pairs of tensors of A, except *left_out*, that B has completely."""
+    """Yield a pair for each tensor of A that B contains completely, except *left_out*."""
     for name, entry in a.tensors.items():
         composed = mapping.tensors.get(name)
         if composed is None or name in left_out or not composed.is_covered:
@@ -186,7 +190,7 @@ def _iterate_pairs(
 
 
 def _map_names(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
-    """Map the names of *b* to their names in A, one or several for each."""
+    """Map each name in *b* to the names in A of the tensors that it is a source of."""
     names_in_a: dict[str, list[str]] = {}
     for composed in mapping.tensors.values():
         for key in composed.keys:
@@ -205,7 +209,7 @@ def _explain_left_out(
     names_on_other: Mapping[str, Sequence[str]],
     trainer_names: Collection[str],
 ) -> dict[str, str]:
-    """Return the names that are not compared, with reasons."""
+    """Map the names of *catalog* that are not compared to the reasons."""
     names = (*catalog.tensors, *catalog.blobs)
     outside_names = {*select_model(catalog, root).rest, *trainer_names}
     reasons: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Differences between the elements of tensors, and between other values."""
+"""Comparison of tensor elements and of non-tensor values."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair
 
 WINDOW_ELEMENTS = 1 << 20
-"""Number of elements per window."""
+"""Number of tensor elements that are compared at a time."""
 BATCH_BYTES = 16 << 20
-"""Bytes that are read from each side at a time."""
+"""Maximum number of bytes that are read from each checkpoint at a time."""
 MAX_WINDOWS = 256
 """Maximum number of windows that are read at a time."""
 PlannedReading = tuple[Plan, list[bytearray]]
-"""Plan and the buffers that it fills."""
+"""Read plan, and the buffers that it fills."""
 
 
 class BufferPool:
-    """Pool of buffers by size, because allocating new pages is slower than reading."""
+    """Pool of reusable buffers, because allocating new memory pages is slower than reading."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
     def take_buffers(self, boxes: Sequence[RequestedBox]) -> list[bytearray]:
-        """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
+        """Return a buffer for each of *boxes*. Buffers of other sizes are freed first."""
         sizes = [requested.box.numel * dtypes.get_itemsize(requested.dtype) for requested in boxes]
         free, self._free = self._free, {}
         buffers = [free[size].pop() if free.get(size) else None for size in sizes]
@@ -50,7 +50,7 @@ class BufferPool:
         ]
 
     def return_buffers(self, buffers: Iterable[bytearray]) -> None:
-        """Return *buffers* to the pool."""
+        """Put *buffers* back into the pool."""
         for buffer in buffers:
             self._free.setdefault(len(buffer), []).append(buffer)
 
@@ -75,15 +75,17 @@ def _map_checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 @dataclass(slots=True)
 class WindowComparer:
-    """Comparison of two checkpoints with known byte offsets, window by window.
+    """Comparer of the elements of two checkpoints, which reads a window of elements at a time.
+
+    The byte offsets of all tensors must be known.
 
     Attributes:
         a: The first checkpoint, under its own names.
         b: The other checkpoint, mapped to the names of the first.
-        jobs: Threads that read; 0 for this process's share of the cores.
+        jobs: Number of reading threads, or 0 to use this process's share of the CPU cores.
         bitwise: Whether to compare only bits, without torch.
         identities: Identity of each file when it was first read.
-        bytes_read: Bytes read from the files of the first and of the other checkpoint.
+        bytes_read: Number of bytes read from the files of each of the two checkpoints.
     """
 
     a: StateMapping
@@ -102,7 +104,7 @@ class WindowComparer:
         """Compare the elements of *pairs*, which have the same shape on both sides.
 
         Returns:
-            Differences by name in A, including tensors without differences.
+            Errors of each tensor, by its name in A. Equal tensors are included.
         """
         errors = {pair.entry.name: Errors() for pair in pairs}
         if self.bitwise:

@@ -1,1 +1,1 @@
-"""Extraction of single tensors or slices from a checkpoint."""
+"""Extraction of selected tensors or slices from a checkpoint."""

@@ -1,4 +1,4 @@
-"""Extraction of single tensors or slices; nothing else is read."""
+"""Extraction of selected tensors or slices. The data of other tensors is not read."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class Extraction(Result):
 
 __all__ = ["ExtractOptions", "Extraction", "extract_tensors"]
 MAX_PREVIEWS = 8
-"""Maximum number of tensors with a preview."""
+"""Maximum number of extracted tensors of which a preview is shown."""
 
 
 def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
-    """Extract a tensor, or the tensors that match a glob, as a file or a preview."""
+    """Extract the tensors that match a name or glob, and write them to a file or preview them."""
     with families.use_converter_file(options.converter):
         source = formats.to_existing_path(path)
         catalog, mapping = open_mapped_source(source, options)
@@ -156,7 +156,7 @@ def _select_tensors(
 
 
 def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[str]:
-    """Yield a note if a slice exceeds the tensor."""
+    """Yield a note for each slice that extends beyond its tensor and was truncated."""
     truncated = [selected for selected in selection if selected.selection.truncated_dims]
     if truncated:
         first, dim = truncated[0], truncated[0].selection.truncated_dims[0]
@@ -169,7 +169,7 @@ def _iterate_truncation_notes(selection: Sequence[SelectedTensor]) -> Iterator[s
 
 
 def _find_matching_names(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
-    """Return the tensors that match a name or glob, with or without the model's prefix."""
+    """Return the names of tensors that match *glob*, with or without the model's key prefix."""
     names = mapping.tensors
     prefixes: Sequence[str] = ("", *list_possible_roots(mapping.catalog))
     if options.root is not None:
@@ -215,7 +215,7 @@ def _describe_tensor(reading: PreparedRead, selected: SelectedTensor) -> Extract
 def no_matching_tensor_error(
     catalog: Catalog, names: Collection[str], requested_name: str, options: ExtractOptions
 ) -> MappingError:
-    """Build the error for a name or glob without a match."""
+    """Build the error for a requested name or glob that matches no tensor."""
     leaf = next(
         (
             r + requested_name
@@ -252,7 +252,7 @@ def no_matching_tensor_error(
 def _build_layout_hint(
     catalog: Catalog, requested_name: str, options: ExtractOptions
 ) -> str | None:
-    """Return a hint if the key belongs to another layout of the model type."""
+    """Return a hint if the key belongs to another layout of the model type, else None."""
     if options.layout is not None:
         is_stored = any(
             root + requested_name in catalog.tensors for root in ("", *list_possible_roots(catalog))

@@ -240,7 +240,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         return view_as_tensor(self._read_bytes(handle, composed, part), handle.dtype, part.shape)
 
     def _read_bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
-        """Read a slice of a tensor as row-major bytes."""
+        """Read a slice of a tensor, and return its elements as row-major bytes."""
         content = bytearray(part.box.numel * dtypes.get_itemsize(handle.dtype))
         if not content:
             return content

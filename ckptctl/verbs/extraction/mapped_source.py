@@ -1,4 +1,4 @@
-"""Opening of a checkpoint in a requested layout."""
+"""Function that opens a checkpoint in a requested layout."""
 
 from __future__ import annotations
 

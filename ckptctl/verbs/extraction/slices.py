@@ -31,7 +31,7 @@ SLICE_PART = re.compile(
 
 
 Part = str | SupportsIndex | slice | EllipsisType
-"""Selection in one dimension, also as text; ``...`` selects all other dimensions entirely."""
+"""Index or slice of one dimension, or its text. ``...`` selects the other dimensions in full."""
 
 
 class IndexOutsideError(UsageError, IndexError):
@@ -40,7 +40,7 @@ class IndexOutsideError(UsageError, IndexError):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Box of a tensor, and its shape after indexing."""
+    """Selected box of a tensor, and the shape of the result after indexing."""
 
     box: Box
     shape: tuple[int, ...]  # without dimensions that were indexed
@@ -50,20 +50,20 @@ class Slice:
 
 
 def split_name(text: str) -> tuple[str, str | None]:
-    """Split text into a name or glob, and the slice after it or None."""
+    """Split text into a name or glob and the slice that follows, or None if no slice follows."""
     match = NAME_WITH_SLICE.fullmatch(text)
     return (match["name"], match["slice"]) if match else (text, None)
 
 
 def parse_slice(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
-    """Parse a slice and apply it to a tensor of *shape*."""
+    """Parse a slice and apply it to a tensor of *shape*. None selects the complete tensor."""
     inner = (text or "").strip().removeprefix("[").removesuffix("]").strip()
     parts = [part.strip() for part in inner.split(",")] if inner else []
     return apply_slice([... if part == "..." else part for part in parts], shape, name)
 
 
 def apply_slice(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Slice:
-    """Apply one slice or index per dimension to a tensor of *shape*."""
+    """Apply an index or slice for each dimension to a tensor of *shape*."""
     parts = _expand_parts(parts, len(shape), name)
     spans = [_resolve_part(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
     return Slice(
@@ -75,7 +75,7 @@ def apply_slice(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Sli
 
 
 def _expand_parts(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
-    """Return one part per dimension, with ``...`` expanded."""
+    """Return one index or slice per dimension, with ``...`` expanded."""
     ellipses = [place for place, part in enumerate(parts) if part is ...]
     if len(ellipses) > 1 or len(parts) - len(ellipses) > dims:
         raise UsageError(
@@ -125,7 +125,7 @@ def _resolve_part(part: Part, size: int, dim: int, name: str) -> _Span:
 
 
 def _parse_part(text: str) -> SupportsIndex | slice | None:
-    """Parse an index or start:stop, or return None."""
+    """Parse an index or ``start:stop``, or return None if the text is neither."""
     match = SLICE_PART.fullmatch(text)
     if match is None:
         return None
@@ -137,15 +137,15 @@ def _parse_part(text: str) -> SupportsIndex | slice | None:
 
 
 EDGE_VALUES = 3
-"""Shown values at each end of the last two dimensions; other dimensions show one."""
+"""Number of values shown at each end of the last two dimensions. Other dimensions show one."""
 OMITTED = -1
-"""Position of omitted values."""
+"""Index that marks the position of omitted values in a preview."""
 
 
 def preview_slice(
     reading: PreparedRead, name: str, selection: Slice, full_shape: tuple[int, ...], dtype: str
 ) -> tuple[str, int]:
-    """Read the corners of a slice, and return them as text with the number of bytes read."""
+    """Read the corner values of a slice, and return a text preview and the number of bytes read."""
     sizes = selection.box.sizes
     edges = [
         _list_edges(size, EDGE_VALUES if dim >= len(sizes) - 2 else 1)

@@ -1,4 +1,4 @@
-"""Files of extracted tensors: safetensors, torch and NumPy."""
+"""Writers for files of extracted tensors, in the formats safetensors, torch and NumPy."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def encode_npy_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
 
 
 def is_tensor_file(path: TreePath) -> bool:
-    """Return whether *path* is a file of tensors that may be replaced."""
+    """Return whether *path* is a tensor file, which extraction may overwrite."""
     if not path.is_file() or path.suffix not in LAYOUTS_BY_SUFFIX:
         return False
     with path.open("rb") as file:
@@ -126,7 +126,7 @@ class SelectedTensor:
 
     @property
     def output(self) -> OutputTensor:
-        """Tensor of the output file."""
+        """Name, dtype and shape of the tensor in the output file."""
         return OutputTensor(self.name, self.dtype, self.selection.shape, (self.name,))
 
 
@@ -136,7 +136,7 @@ def plan_tensor_file(
     target: Path,
     metadata: Mapping[str, str],
 ) -> Plan:
-    """Plan a file of the extracted tensors."""
+    """Plan the file *target* with the extracted tensors."""
     lay_out = LAYOUTS_BY_SUFFIX.get(target.suffix)
     if lay_out is None:
         raise UsageError(

@@ -1,1 +1,1 @@
-"""Contents of a checkpoint, from its index."""
+"""Inspection of a checkpoint's contents, as listed in its index."""

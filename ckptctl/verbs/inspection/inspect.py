@@ -1,4 +1,4 @@
-"""Description of a checkpoint from its index, and whether it is complete.
+"""Inspection of a checkpoint: its tensors, model, and missing data, as known from its index.
 
 Only ``stats=True`` reads tensor data, and only then is torch imported.
 """
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
 
 READS_PER_TENSOR = 2
-"""Number of reads per tensor: a histogram requires the minimum and maximum."""
+"""Number of times each tensor is read. A histogram first requires the minimum and maximum."""
 
 
 def inspect_checkpoint(
@@ -72,7 +72,7 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
-    A checkpoint that can be read but is not complete is described as well: see
+    An incomplete checkpoint is described as well, if it can be read. For what is missing, see
     :attr:`~ckptctl.verbs.inspection.inspect_result.Inspection.problems`.
     """
     options = options or InspectOptions()
@@ -102,7 +102,7 @@ def inspect_checkpoint(
 
 
 def _open_readable_part(read: Callable[..., Catalog]) -> Catalog:
-    """Open a checkpoint, or the readable part of one that is not complete."""
+    """Open a checkpoint. If it is incomplete, open the part that can be read."""
     try:
         return read()
     except UnfinishedError:
@@ -119,7 +119,7 @@ def _open_readable_part(read: Callable[..., Catalog]) -> Catalog:
 
 
 def _describe_members(path: str | TreePath, *, recognized: bool) -> Inspection | None:
-    """Describe a folder of checkpoints, or return None if *path* is not one.
+    """Describe a folder of checkpoints, or return None if *path* is not such a folder.
 
     If *path* was *recognized* as a checkpoint, its entries must be named like checkpoints of a run.
     """
@@ -156,7 +156,7 @@ def describe_run(path: str | TreePath) -> Inspection | None:
 
 
 def require_single_checkpoint(inspection: Inspection, options: Sequence[str]) -> None:
-    """Raise if options that need one checkpoint are used for a folder of several."""
+    """Raise if *options* that apply to one checkpoint were given for a folder of checkpoints."""
     if inspection.checkpoints and options:
         raise UsageError(
             f"{format_option(options[0])} requires one checkpoint, but this folder contains "
@@ -167,7 +167,7 @@ def require_single_checkpoint(inspection: Inspection, options: Sequence[str]) ->
 
 
 def select_tensors(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
-    """Select the tensors whose names match the globs, or raise if none matches."""
+    """Select the tensors whose names match a glob of *include*, or raise if no tensor matches."""
     tensors = list(tensors)
     selected = [tensor for tensor in tensors if is_selected(tensor.name, include)]
     if tensors and not selected:
@@ -176,18 +176,21 @@ def select_tensors(tensors: Iterable[TensorInfo], include: Sequence[str]) -> lis
 
 
 def is_selected(name: str, include: Sequence[str]) -> bool:
-    """Return whether *name* matches one of the globs, or there are none."""
+    """Return whether *name* matches a glob of *include*, or *include* is empty."""
     return not include or any(fnmatchcase(name, glob) for glob in include)
 
 
 def list_index_findings(catalog: Catalog) -> list[Finding]:
-    """Return the findings about the index of *catalog*, without warnings."""
+    """Return the errors and unknown findings about the index of *catalog*, but no warnings."""
     findings = (*catalog.findings, *check_index(catalog))
     return [finding for finding in findings if finding.severity != "warning"]
 
 
 def _get_problems_by_text(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
-    """Map texts to findings, except findings about unreadable tensors, which become notes."""
+    """Map the text of each finding to the finding.
+
+    Findings about unreadable tensors are left out, because they are shown as notes.
+    """
     return {
         _format_finding(finding): finding
         for finding in findings
@@ -245,7 +248,7 @@ def describe_catalog(
 
 
 def _iterate_model_notes(model: Model, model_type: str | None) -> Iterable[str]:
-    """Yield notes about the locations of models and keys that the model type does not have."""
+    """Yield notes on where other models are, and on keys that the model type does not have."""
     if model.inner_models:
         yield describe_model_locations(model)
     if model_type is None:
@@ -342,17 +345,18 @@ def measure_tensors(
     bins: int,
     on_error: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
-    """Measure the statistics of *entries* by name, which imports torch.
+    """Compute statistics of the elements of *entries*, by name. This imports torch.
 
-    Tensors whose dtype is not numeric are skipped. If elements of a tensor are missing, the others
-    are measured.
+    Tensors with a non-numeric dtype are skipped. If a tensor is incomplete, the statistics cover
+    the elements that are present.
 
     Args:
         files: Reader of the files.
         entries: Tensors, whose extents must have codec ``raw``.
-        progress: Receives the number of bytes to read.
+        progress: Function that is called with the total number of bytes to read.
         bins: Number of bins of the histograms.
-        on_error: Receives the error and its tensor, which is then skipped. None raises the error.
+        on_error: Function that is called with an error and its tensor, which is then skipped. If
+            None, the error is raised.
     """
     sizes = [READS_PER_TENSOR * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     measure_entry = partial(measure_tensor, files, bins=bins)

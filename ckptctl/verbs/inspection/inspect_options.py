@@ -10,7 +10,7 @@ from ckptctl.options import Option, OptionConflict
 
 
 def build_output_exclusion(other: str) -> OptionConflict:
-    """Build the exclusion of an option that does not affect the output of *other*."""
+    """Build the conflict of an option with *other*, whose output it does not affect."""
     return OptionConflict(
         other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
     )

@@ -1,4 +1,4 @@
-"""Result of ``inspect``: frozen, without torch, convertible to JSON."""
+"""Result of ``inspect``, in frozen dataclasses that convert to JSON and do not require torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder
 
 MISSING_FIELD = "lacks"
-"""Name of the field of missing tensors."""
+"""Name of the JSON field that lists missing tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupport
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
-    """Totals of one dtype, to which aliases add no elements."""
+    """Number of tensors and elements of one dtype. Elements of aliases are not counted again."""
 
     tensors: Annotated[int, JsonField("number of tensors with this dtype")]
     elements: Annotated[int, JsonField("number of elements with this dtype")]
@@ -55,14 +55,14 @@ class DTypeUse:
 
 @dataclass(frozen=True, slots=True)
 class FileSize:
-    """File of a checkpoint with its size."""
+    """Name and size in bytes of a checkpoint's file."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
 def list_file_sizes(files: Mapping[str, int]) -> list[FileSize]:
-    """List files in natural order."""
+    """List *files* (sizes by name), sorted naturally by name."""
     return [FileSize(name, files[name]) for name in sort_naturally(files)]
 
 

@@ -1,7 +1,7 @@
-"""Extraction of a LoRA adapter: the low-rank part of the change of each linear layer.
+"""Extraction of a LoRA adapter, which approximates weight changes by low-rank factors.
 
-Both models are read tensor by tensor, under the names that PEFT uses. At any time, only one weight
-of each model and its decomposition are in memory.
+Both models are read tensor by tensor, under the names that PEFT uses. Only one weight of each model
+and its decomposition are in memory at a time.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def extract_lora(
 
 
 class LoraExtractor:
-    """Extraction of an adapter from two open and compatible models."""
+    """Extractor of a LoRA adapter from two open models with equal tensor names and shapes."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class LoraExtractor:
         return LazyStateDict(path, open_options)
 
     def _require_same_model(self) -> None:
-        """Raise if the models have different tensors or shapes."""
+        """Raise if the two models differ in tensor names or shapes."""
         only_base, only_tuned = (
             self.base.keys() - self.tuned.keys(),
             self.tuned.keys() - self.base.keys(),
@@ -171,12 +171,12 @@ class LoraExtractor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both models."""
+        """Total size of both models in bytes."""
         return sum(handle.nbytes for state in (self.base, self.tuned) for handle in state.values())
 
     @property
     def statement(self) -> str:
-        """Summary of the recognized models in one line."""
+        """One-line summary of the recognized models."""
         formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
         rank_text = (
             f"rank {self.options.rank}"
@@ -189,7 +189,10 @@ class LoraExtractor:
         )
 
     def run(self, progress: Advance) -> LoraExtraction:
-        """Compare, decompose and write, and report the number of compared bytes to *progress*."""
+        """Compare all tensors, decompose the changes and write the adapter.
+
+        *progress* receives the number of compared bytes.
+        """
         start = time.monotonic()
         import_torch()
         self.progress = progress
@@ -240,7 +243,7 @@ class LoraExtractor:
         )
 
     def _list_adapter_names(self, key: str) -> Iterator[str]:
-        """Yield the names that the adapter may store for a tensor of the model."""
+        """Yield the names under which the adapter may store the factors or a copy of *key*."""
         if key in self.linear:
             yield from (f"{PEFT_PREFIX}{get_module_name(key)}.lora_{role}.weight" for role in "AB")
         if key in self.stacks:
@@ -256,7 +259,7 @@ class LoraExtractor:
     def _read_if_different(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Read a tensor of both models, or return None if it is equal or not selected.
 
-        Equal tensors are counted, and those not selected are noted as skipped.
+        Equal tensors are counted. Different tensors that are not selected are noted as skipped.
         """
         first, second = self.base[name], self.tuned[name]
         base_tensor, tuned_tensor = first[...], second[...]
@@ -270,7 +273,7 @@ class LoraExtractor:
         return base_tensor, tuned_tensor
 
     def _extract_layer(self, name: str, folder: AdapterWriter, dtype: str) -> None:
-        """Write the factors of a linear layer that differs."""
+        """Decompose the change of a linear layer's weight, and write the two factors."""
         tensors = self._read_if_different(name)
         if tensors is None:
             return
@@ -283,7 +286,7 @@ class LoraExtractor:
         self._add_factors(name, get_module_name(name), layer_factors, layer_factors.rank, folder)
 
     def _extract_stacks(self, names: Sequence[str], folder: AdapterWriter, dtype: str) -> None:
-        """Write the factors of a module's expert stacks, in PEFT's order from the inside out."""
+        """Write the factors of a module's stacked experts, in PEFT's nesting order."""
         module = get_module_name(names[0])
         for name in reversed(names):
             stack_factors = self._compute_stack_factors(name, dtype)
@@ -293,7 +296,7 @@ class LoraExtractor:
                 module += NESTED_SUFFIX
 
     def _compute_stack_factors(self, name: str, dtype: str) -> Factors | None:
-        """Compute the factors of an expert stack, or return None if there are none."""
+        """Compute the LoRA factors of a stacked expert weight, or return None if it has none."""
         first, second = self.base[name], self.tuned[name]
         _require_float_dtypes(name, first, second)
         stacking = StackedFactors(first.shape, self.stacks[name], dtype)
@@ -334,7 +337,7 @@ class LoraExtractor:
         )
 
     def _handle_other(self, name: str, folder: AdapterWriter) -> None:
-        """Handle a tensor outside of linear layers that differs, as `others` requires."""
+        """Store, skip or refuse a changed tensor that is not a linear weight, as `others` says."""
         tensors = self._read_if_different(name)
         if tensors is None:
             return
@@ -355,7 +358,10 @@ class LoraExtractor:
         self._write_tensor(name, self.tuned[name].dtype, tensors[1], folder)
 
     def _save_in_full(self, name: str, folder: AdapterWriter) -> None:
-        """Write a tensor of a module that the adapter stores in full."""
+        """Write a complete tensor, for a module in ``modules_to_save``.
+
+        The fine-tuned tensor is written if it is selected, otherwise the base tensor.
+        """
         if name in self.linear or name in self.stacks:
             self._read_if_different(name)
         handle = (self.tuned if self._is_selected(name) else self.base)[name]
@@ -371,7 +377,7 @@ class LoraExtractor:
         return is_included and not any(fnmatchcase(name, glob) for glob in exclude)
 
     def _require_factors(self) -> None:
-        """Raise if the adapter has no factors, because no program accepts such an adapter."""
+        """Raise if the adapter contains no factors, because no program loads such an adapter."""
         if not self.layers:
             saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
             message = "no linear layer differs, so the adapter would have no factors"
@@ -404,9 +410,13 @@ class LoraExtractor:
 def _recognize_family(
     path: TreePath, options: LoraExtractionOptions
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
-    """Return the model type, PEFT's layout, tensors that others are tied to, and the tied ones.
+    """Recognize the model at *path*, and find the layout whose names PEFT uses.
 
-    PEFT uses the names that transformers has in memory, where experts are stacked.
+    PEFT uses the parameter names that transformers has in memory, where experts are stacked.
+
+    Returns:
+        The model type, the layout, the names of tensors that others are tied to, and the names of
+        the tied tensors.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     model = recognize_model(catalog, request=ModelRequest(options.model_type))
@@ -447,14 +457,14 @@ def _explain_not_selected() -> str:
 # ------------------------------------------------------------ files of the adapter
 
 HEADER_CHARS_PER_TENSOR = 48
-"""Additional characters for the offsets and shape of one tensor in the header."""
+"""Characters reserved in the safetensors header for the offsets and shape of one tensor."""
 _NUMBERED = re.compile(r"\.\d+\.")
 
 
 class AdapterWriter:
-    """Files of an adapter that is being written.
+    """Writer of an adapter's ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    The header comes before the weights, so space for all possible names is reserved.
+    The header precedes the weights in the file, so space for all possible names is reserved.
     """
 
     def __init__(self, folder: Path, names: Collection[str], dtype: str) -> None:
@@ -472,7 +482,7 @@ class AdapterWriter:
     def add_tensor(
         self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]
     ) -> None:
-        """Append a tensor."""
+        """Append a tensor with the bytes *content* to the weights file."""
         with wrap_os_errors("write", self._path):
             self._file.seek(self._end)
             for piece in content:
@@ -481,7 +491,7 @@ class AdapterWriter:
         self._tensors.append((name, dtype, shape))
 
     def finish(self, config: Mapping[str, object]) -> int:
-        """Write the header and the configuration, and return the total bytes."""
+        """Write the header and the adapter config, and return the total size in bytes."""
         head, _ = encode_safetensors_header(self._tensors, {"format": "pt"})
         text = head[8:].ljust(self._room - 8)
         with wrap_os_errors("write", self._path), self._file as file:
@@ -499,7 +509,7 @@ class AdapterWriter:
         return self._end + len(content)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the weights file."""
         self._file.close()
 
 
@@ -515,10 +525,10 @@ def build_adapter_config(
     """Build the adapter_config.json of an adapter whose factors are scaled by 1.
 
     Args:
-        ranks: Ranks by module.
-        keys: Names of all tensors of the model.
+        ranks: LoRA rank of each module, by module name.
+        keys: Names of all tensors in the model.
         saved_modules: Modules that the adapter stores in full.
-        stacks: Ranks of parameters that contain stacked experts.
+        stacks: LoRA rank of each parameter that contains stacked experts, by parameter name.
         experts: Whether the model has stacked experts.
         generates: Whether the model generates text.
     """
@@ -556,18 +566,18 @@ def build_adapter_config(
 
 
 def get_module_name(key: str) -> str:
-    """Return the module of a parameter."""
+    """Return the name of the module that contains the parameter *key*."""
     return key.rpartition(".")[0]
 
 
 def select_outermost_modules(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return the *modules* that are not inside another of *modules*."""
+    """Return those of *modules* that are not submodules of another of them."""
     unique_modules = dict.fromkeys(modules)
     return tuple(module for module in unique_modules if not is_inside(module, unique_modules))
 
 
 def is_inside(key: str, modules: Collection[str]) -> bool:
-    """Return whether a tensor or module is inside one of *modules*."""
+    """Return whether the tensor or module *key* is inside one of *modules*."""
     steps = key.split(".")
     return any(".".join(steps[:end]) in modules for end in range(1, len(steps)))
 
@@ -575,7 +585,7 @@ def is_inside(key: str, modules: Collection[str]) -> bool:
 def require_savable_module(
     name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
 ) -> None:
-    """Raise if PEFT cannot save the tensor, because its module cannot be saved in full."""
+    """Raise if PEFT cannot store the module of tensor *name* in full (``modules_to_save``)."""
     module = get_module_name(name)
     message = f"`{name}` differs, but PEFT can only save whole modules"
     hint = f"pass {format_option('--others leave-out')} to keep the tensor of the base"

@@ -71,7 +71,7 @@ class LoraExtractionOptions(opt.ModelOptions):
     ] = False
 
     def require_rank_or_energy(self) -> None:
-        """Raise unless a rank or an energy is set."""
+        """Raise unless the options set a rank or an energy."""
         if self.rank is None and self.energy is None:
             raise UsageError(
                 f"{format_option('--rank')} or {format_option('--energy')} is required"

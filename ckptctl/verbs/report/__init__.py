@@ -1,1 +1,1 @@
-"""Page about a checkpoint: its contents, files, findings and differences from another one."""
+"""HTML report on a checkpoint's contents, files and findings, and its differences from another."""

@@ -1,4 +1,4 @@
-"""Contents of a report: frozen, without torch, convertible to JSON."""
+"""Contents of a report, in frozen dataclasses that convert to JSON and do not require torch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckptctl.verbs.verification.verify_result import Verification
 
 FileState = Literal["present", "missing", "damaged", "unknown"]
 _STATE_BY_SEVERITY: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
-"""State of a file by its worst finding."""
+"""State of a file, by the severity of its worst finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Box of a tensor and its file.
+    """Box of a tensor, and the file that contains it.
 
     Attributes:
-        file: File of the box, or the file that should contain it; None if the box is computed on
-            read, or if the file of a missing box is unknown.
+        file: File that contains the box, or should contain it if the box is missing. None if the
+            box is computed on read, or if the file of a missing box is unknown.
     """
 
     box: Box
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkMap:
-    """Files of the boxes of a tensor.
+    """Boxes of a tensor, stored or missing, with the files that contain them.
 
     Attributes:
         chunks: Stored boxes, up to the limit.
@@ -52,12 +52,12 @@ class ChunkMap:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """Tensor in a report.
+    """Tensor in a report, with the location of its data.
 
     Attributes:
         info: Description of the tensor.
         part: Part of the checkpoint that it belongs to.
-        map: Files of its boxes.
+        map: Boxes of the tensor and the files that contain them.
     """
 
     info: TensorInfo
@@ -67,7 +67,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class ListedChunk:
-    """Box of a tensor, with its file as a position in the list of files."""
+    """Box of a tensor, with its file as an index into the report's list of files."""
 
     file: Annotated[
         int | None,
@@ -78,7 +78,7 @@ class ListedChunk:
 
 @dataclass(frozen=True, slots=True)
 class ListedTensor:
-    """Tensor, with its files as positions in the list of files."""
+    """Tensor, with its files as indices into the report's list of files."""
 
     info: Annotated[TensorInfo, Inline()]
     part: Annotated[Part, JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`")]
@@ -98,7 +98,7 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """Data file, present or missing."""
+    """Data file of the checkpoint, which may be missing."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[
@@ -141,7 +141,7 @@ class CheckpointSummary(Result):
     Attributes:
         verification: Verdict and findings.
         inspection: Contents, or None if the index cannot be read.
-        presence: Share of the checkpoint that is present.
+        presence: Share of the checkpoint's tensor data that is present.
         absent: Missing files that tensors require.
     """
 

@@ -1,4 +1,4 @@
-"""Collection of everything that a report shows."""
+"""Collection of the data that a report shows."""
 
 from __future__ import annotations
 
@@ -69,15 +69,16 @@ _OPTION_NAMES = {
     "--weights-b": "--weights-other",
     "--tag-b": "--tag-other",
 }
-"""Names of `diff` options in `report`."""
+"""Option names of ``diff`` for one of the checkpoints, and the corresponding names in ``report``."""
 
 
 def write_report(
     path: str | TreePath, options: ReportOptions, progress: StartProgress = ignore_progress
 ) -> Report:
-    """Collect everything known about a checkpoint and write a page about it.
+    """Verify, inspect and optionally compare a checkpoint, and write an HTML report about it.
 
-    A damaged checkpoint gets a page, too. If its index cannot be read, the page shows the reason.
+    A report is also written for a damaged checkpoint. If the index cannot be read, the report
+    shows the reason.
     """
     if options.stats:
         require_torch(format_option("--stats"))
@@ -181,7 +182,11 @@ def _collect_report(
 def _summarize_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
-    """Summarize a checkpoint, and return the catalog or None if the index cannot be read."""
+    """Summarize a checkpoint.
+
+    Returns:
+        The summary, and the catalog or None if the index cannot be read.
+    """
     verified, catalog = _verify_checkpoint(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
@@ -199,7 +204,7 @@ def _summarize_checkpoint(
 
 
 def _list_missing_files(root: TreePath, files: Iterable[str]) -> frozenset[str]:
-    """Return those of *files*, relative to *root*, that are missing."""
+    """Return the names in *files* that do not exist below *root*."""
 
     def is_missing(file: str) -> bool:
         try:
@@ -230,7 +235,7 @@ def _measure_presence(catalog: Catalog, verified: Verification) -> Presence:
 def _verify_checkpoint(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint, without ``--rules`` if only the other of a pair can use them."""
+    """Verify a checkpoint. If it is compared and rejects ``--rules``, verify it without them."""
     verify_options = VerifyOptions(
         format=options.format,
         model_type=options.model_type,
@@ -248,7 +253,7 @@ def _verify_checkpoint(
 
 
 def _list_unusable_files(catalog: Catalog) -> tuple[str, ...]:
-    """Return files that tensors require and that are missing or damaged."""
+    """Return the files that are missing or damaged and contain data of tensors."""
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
     used_files = {extent.file for item in catalog.tensors.values() for extent in item.extents}
     reported = (item.file for item in catalog.findings if item.file and item.severity == "error")
@@ -262,7 +267,7 @@ def _list_unusable_files(catalog: Catalog) -> tuple[str, ...]:
 def _describe_checkpoint(
     path: str, catalog: Catalog, options: ReportOptions
 ) -> tuple[Inspection, tuple[str, ...]]:
-    """Describe *catalog*, with a note if its model cannot be recognized."""
+    """Describe *catalog*, and return a note if its model cannot be recognized."""
     try:
         return describe_catalog(path, catalog, {}, options.model_type), ()
     except MappingError as error:
@@ -275,7 +280,7 @@ def _describe_checkpoint(
 def _select_listed_tensors(
     tensors: Sequence[TensorInfo], verified: Verification, options: ReportOptions
 ) -> list[TensorInfo]:
-    """Select up to `max_tensors` tensors, first those with findings, then the largest."""
+    """Select up to `max_tensors` tensors. Tensors with findings come first, then the largest."""
     if len(tensors) <= options.max_tensors:
         return list(tensors)
     names_with_findings = {finding.tensor for finding in verified.findings}
@@ -287,7 +292,7 @@ def _select_listed_tensors(
 
 
 def find_holes(entry: TensorEntry) -> Sequence[Box]:
-    """Return the boxes of a tensor that no extent covers."""
+    """Return the missing boxes of a tensor, which no extent covers."""
     try:
         boxes = [extent.box for extent in entry.extents]
         return () if entry.unsupported else compute_coverage(entry.shape, boxes).holes
@@ -296,17 +301,17 @@ def find_holes(entry: TensorEntry) -> Sequence[Box]:
 
 
 def count_bytes(entry: TensorEntry, boxes: Sequence[Box]) -> int:
-    """Return the size of boxes of a tensor in bytes."""
+    """Return the total size in bytes of *boxes* of a tensor."""
     elements = sum(box.numel for box in boxes)
     return entry.nbytes * elements // entry.numel if elements else 0
 
 
 class ChunkMapper:
-    """Builder of the chunk maps of a report, with limits per tensor and in total.
+    """Builder of the chunk maps in a report, which limits the number of chunks.
 
     Attributes:
-        chunks: Number of boxes beyond the limits.
-        holes: Number of missing boxes beyond the limits.
+        chunks: Number of stored boxes omitted because of the limits.
+        holes: Number of missing boxes omitted because of the limits.
     """
 
     def __init__(
@@ -315,7 +320,7 @@ class ChunkMapper:
         max_chunks: int = MAX_CHUNKS,
         max_per_tensor: int = MAX_CHUNKS_PER_TENSOR,
     ) -> None:
-        """Create a mapper without any chunks.
+        """Create a mapper that has not mapped any tensors yet.
 
         Args:
             computed_files: Files that are computed on read, which chunks do not name.
@@ -329,7 +334,7 @@ class ChunkMapper:
         self._each = max_per_tensor
 
     def map_tensor(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
-        """Map a tensor to its files.
+        """Map the boxes of a tensor to the files that contain them.
 
         *lost* are the boxes in unusable files, each with its file.
         """
@@ -363,9 +368,12 @@ class ChunkMapper:
 def _measure_statistics(
     catalog: Catalog, names: Sequence[str], progress: StartProgress
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
-    """Measure the tensors called *names*, and return findings about unreadable ones.
+    """Measure the statistics of the tensors *names*.
 
-    The checkpoint need not be complete. Tensors that share memory are measured once.
+    Returns:
+        Statistics by tensor name, and findings about tensors that cannot be read.
+
+    The checkpoint may be incomplete. Tensors that share memory are measured once.
     """
     entries = catalog.tensors
     unique_names = dict.fromkeys(entries[name].alias_of or name for name in names)
@@ -389,7 +397,7 @@ def _measure_statistics(
 def _add_comparison(
     report: Report, other: str, options: ReportOptions, progress: StartProgress
 ) -> Report:
-    """Add the difference from *other*, or the error that prevented the comparison."""
+    """Add the difference from the checkpoint *other*, or the error if they cannot be compared."""
     from ckptctl.verbs.comparison.diff import compare_checkpoints  # only with a second checkpoint
 
     diff_options = DiffOptions(
@@ -439,7 +447,7 @@ def _summarize_other(path: str, options: ReportOptions) -> CheckpointSummary:
 
 
 def _count_unlisted(difference: Difference, limit: int) -> int:
-    """Count the entries of a difference that are not listed."""
+    """Count the entries that are omitted if each list of the difference is cut to *limit*."""
     lists = [difference.tensors, difference.leaves]
     for side in (difference.a, difference.b):
         lists += [side.only, side.only_leaves, tuple(side.left_out)]

@@ -1,4 +1,4 @@
-"""Page of a report: one self-contained HTML file, safe for any names in a checkpoint.
+"""Page of a report, a self-contained HTML file that is safe for any names in a checkpoint.
 
 Names come from untrusted files. The page contains names only as JSON without ``<``, which its
 script shows as text. The page's policy (CSP) allows only the one script and the one style
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptctl.report/1"
 MAX_SAFE_INTEGER = 2**53 - 1
-"""Largest integer up to which JavaScript's numbers are exact."""
+"""Largest integer n for which JavaScript represents all integers up to n exactly."""
 BIG_INTEGER = re.compile(r"\d{16}")
 HEAD_BYTES = 1024
-"""Number of leading bytes of a page that contain the tag of its generator."""
+"""Number of bytes at the start of a page that are searched for the generator tag."""
 GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
     "dom.js",
@@ -58,7 +58,7 @@ SCRIPTS = (
 
 
 def build_page(document: Mapping[str, object]) -> str:
-    """Build the page that shows *document*."""
+    """Build the HTML page that shows the report *document*."""
     style = f"\n{_read_resource('page.css')}"
     script = "\n".join(['\n"use strict";', *map(_read_resource, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
@@ -100,7 +100,10 @@ def _convert_big_integers(value: object) -> object:
 
 
 def _compute_digest(text: str) -> str:
-    """Return the digest that a policy uses to allow an element (CSP level 3, section 2.3.1)."""
+    """Return the digest by which a content security policy allows an inline script or style.
+
+    Source: CSP level 3, section 2.3.1.
+    """
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -136,7 +139,7 @@ def publish_page(
 
 
 def is_report(path: TreePath) -> bool:
-    """Return whether *path* is a page of ``ckptctl report``, which may be replaced."""
+    """Return whether *path* is a page written by ``ckptctl report``, which may be overwritten."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
