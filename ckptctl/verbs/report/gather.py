@@ -69,7 +69,7 @@ _OPTION_NAMES = {
     "--weights-b": "--weights-other",
     "--tag-b": "--tag-other",
 }
-"""Option names of ``diff`` for one of the checkpoints, and the corresponding names in ``report``."""
+"""Option names of ``diff`` for one of the checkpoints, and their names in ``report``."""
 
 
 def write_report(

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's data with all recorded checksums, and search for NaN.
+"""Comparison of a checkpoint's data with all recorded checksums, and search for NaN and Inf.
 
 Bytes without a checksum are counted separately, since only their structure can be checked.
 """
@@ -40,12 +40,12 @@ from ckptctl.verbs.verification.structure import is_possibly_zip
 
 BLOCK_BYTES = 64 << 20
 BATCH_BLOCKS = 4096
-"""Number of blocks that are queued at a time."""
+"""Maximum number of blocks that are queued for reading at a time."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class RecordedChecksum:
-    """Byte range with its recorded CRC-32, and the name of its tensor, if any."""
+    """Byte range of a file, its recorded CRC-32, and the name of its tensor, if any."""
 
     file: str
     offset: int
@@ -55,12 +55,12 @@ class RecordedChecksum:
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """File, first byte and end of the range."""
+        """File name, start offset and end offset of the byte range."""
         return self.file, self.offset, self.offset + self.nbytes
 
 
 class ReadBlock(NamedTuple):
-    """Part of a byte range that is read at once. *number* is the index of the range."""
+    """Block of a byte range that is read at once. *number* is the index of the byte range."""
 
     number: int
     offset: int
@@ -70,7 +70,8 @@ class ReadBlock(NamedTuple):
 class PackedItem(NamedTuple):
     """Compressed item in a virtual file.
 
-    Reading one element verifies the complete item, since compressed data has its own checksums.
+    Reading any element decompresses the complete item, which verifies the checksum of the
+    compressed data.
     """
 
     name: str
@@ -82,9 +83,9 @@ class PackedItem(NamedTuple):
 
 @dataclass(slots=True)
 class _ReadingPlan:
-    """Data to read, the same on all ranks.
+    """Data to read and to compare with checksums. All ranks build the same plan.
 
-    *findings* are about the checksums themselves.
+    *findings* are about the recorded checksums, such as malformed checksum lists.
     """
 
     ranges: Sequence[RecordedChecksum]
@@ -96,13 +97,13 @@ class _ReadingPlan:
 
 @dataclass(slots=True)
 class _ReadingResult:
-    """Results of one rank.
+    """Results of the data that one rank has read.
 
     Attributes:
-        sums: Checksums of blocks.
-        findings: Other findings.
-        files: Files with a correct digest.
-        items: Undamaged items.
+        sums: Computed checksums of the blocks.
+        findings: Findings other than wrong checksums of blocks.
+        files: Names of the files whose digest is correct.
+        items: Compressed items that are not damaged.
         bytes_read: Number of bytes read.
     """
 
@@ -122,10 +123,13 @@ def check_data(
     progress: StartProgress,
     ranks: RankCollectives,
 ) -> tuple[list[Finding], VerifiedBytes, int]:
-    """Compare data with recorded checksums if *full*, and search it for NaN and Inf if *nan*.
+    """Compare data with recorded checksums if *full* is set, and find NaN and Inf if *nan* is set.
 
-    All ranks return the same findings, proof and number of bytes read. *resolved* is *catalog* with
-    the byte offsets of every undamaged item.
+    *resolved* is *catalog* with the byte offsets of every undamaged item.
+
+    Returns:
+        The findings, the verified bytes and the number of bytes read, which are the same on all
+        ranks.
     """
     with source_files(catalog.root) as files, open_catalog_reader(resolved) as reader:
         identities_before = _read_identities(catalog)
@@ -200,7 +204,7 @@ def _select_portion(
 ) -> tuple[Sequence[ReadBlock], _ReadingPlan]:
     """Select the blocks, files and tensors that this rank reads.
 
-    A file in several checksum lists is assigned to one rank.
+    If several checksum lists contain a file, only one rank reads it.
     """
     listed = list(dict.fromkeys(line.file for line in plan.lines))
     own_files = set(select_rank_share(ranks, listed, lambda name: _sum_sizes(files, [name])))
@@ -258,7 +262,7 @@ def _decompress_items(
     jobs: int | None,
     advance: Advance | None,
 ) -> tuple[list[Finding], list[PackedItem]]:
-    """Decompress *items* in parallel, and return findings and the undamaged items."""
+    """Decompress *items* in parallel, and return findings and the items that are intact."""
 
     def read_item(item: PackedItem) -> Finding | PackedItem:
         try:
@@ -277,7 +281,7 @@ def _decompress_items(
 
 
 def _read_identities(catalog: Catalog, *, reopen: bool = False) -> dict[str, FileIdentity]:
-    """Return the current identities of the data files."""
+    """Return the current file identities of the data files, by name."""
     identities = {}
     with source_files(catalog.root) as files:
         if reopen:
@@ -328,7 +332,7 @@ def _iterate_nonfinite(
 def list_recorded_checksums(
     files: SourceFiles, catalog: Catalog, resolved: Catalog
 ) -> tuple[list[RecordedChecksum], list[Finding]]:
-    """List all recorded checksums in file order, and findings about them.
+    """List all recorded checksums, sorted by file and offset, and findings about them.
 
     *resolved* is *catalog* with the byte offsets of every item.
     """
@@ -356,7 +360,10 @@ def list_recorded_checksums(
 
 
 def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
-    """Yield file, offset and size of every zip, which is a write item or a complete file."""
+    """Yield the file, offset and size of every zip.
+
+    A zip is either a write item of a DCP file or a complete file.
+    """
     items = {
         (extent.file, extent.offset, extent.nbytes)
         for entry in catalog.tensors.values()
@@ -373,7 +380,7 @@ def _iterate_zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, i
 
 
 def split_into_blocks(ranges: Sequence[RecordedChecksum]) -> list[ReadBlock]:
-    """Split ranges into blocks, so that threads and ranks can share a large range."""
+    """Split byte ranges into blocks, so that threads and ranks can share a large byte range."""
     return [
         ReadBlock(number, byte_range.offset + start, min(BLOCK_BYTES, byte_range.nbytes - start))
         for number, byte_range in enumerate(ranges)
@@ -388,7 +395,7 @@ def compute_crcs(
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Compute the CRC-32 of each of *own_blocks*, or return the error of reading the block."""
+    """Compute the CRC-32 of each of *own_blocks*, or return the error if it cannot be read."""
 
     def compute_sum(block: ReadBlock) -> int | CkptError:
         try:
@@ -411,7 +418,11 @@ def compare_ranges(
     ranges: Sequence[RecordedChecksum],
     checksums: Iterable[tuple[ReadBlock, int | CkptError]],
 ) -> tuple[list[Finding], list[RecordedChecksum]]:
-    """Compare *ranges* with the checksums of their blocks, and return findings and bad ranges."""
+    """Compare *ranges* with the computed checksums of their blocks.
+
+    Returns:
+        Findings, and the byte ranges with a wrong checksum or a failed read.
+    """
     findings: list[Finding] = []
     bad_ranges: list[RecordedChecksum] = []
     for index, parts in groupby(
@@ -447,16 +458,16 @@ def _find_mismatch(
 # ------------------------------------------------------------ verified bytes
 
 Span = tuple[str, int, int]
-"""File, first byte and end."""
+"""File name, start offset and end offset of a byte range."""
 Intervals = list[tuple[int, int]]
 
 
 class VerifiedBytes:
-    """Bytes of each file that checksums verify.
+    """Byte ranges of each file that match a recorded checksum.
 
     Args:
-        right: Spans with a correct checksum; they may overlap.
-        wrong: Spans with a wrong checksum.
+        right: Byte ranges with a correct checksum, which may overlap.
+        wrong: Byte ranges with a wrong checksum.
         compared: Whether any data has a recorded checksum.
     """
 
@@ -479,7 +490,7 @@ class VerifiedBytes:
         }
 
     def count_verified_tensors(self, entries: Iterable[TensorEntry]) -> int:
-        """Count the *entries*, with located bytes, that are verified completely."""
+        """Count the *entries* whose bytes all match checksums. Their byte offsets must be known."""
         return sum(
             not entry.unsupported
             and all(
@@ -496,7 +507,7 @@ class VerifiedBytes:
 
 
 def _merge_spans(spans: Iterable[Span]) -> dict[str, Intervals]:
-    """Merge touching spans of each file and sort them."""
+    """Merge overlapping and adjacent byte ranges of each file, and sort them."""
     merged: dict[str, Intervals] = {}
     for file, start, end in sorted(spans):
         file_spans = merged.setdefault(file, [])
@@ -508,7 +519,10 @@ def _merge_spans(spans: Iterable[Span]) -> dict[str, Intervals]:
 
 
 def _subtract_spans(spans: Intervals, removed: Sequence[tuple[int, int]]) -> Intervals:
-    """Subtract *removed* from *spans* of the same file, both sorted and disjoint."""
+    """Subtract the byte ranges *removed* from *spans* of the same file.
+
+    Both must be sorted and disjoint.
+    """
     remaining: Intervals = []
     holes = iter(removed)
     hole = next(holes, None)

@@ -1,7 +1,8 @@
-"""Checksum lists of files: ``SHA256SUMS``, Meta's ``checklist.chk`` and others.
+"""Readers and writers of checksum lists, such as ``SHA256SUMS`` and Meta's ``checklist.chk``.
 
-The syntax is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): digest, two
-characters, name, with a backslash before the digest if the name is escaped. Megatron-Core's
+The syntax is the same as for ``sha256sum`` and ``md5sum`` in coreutils (``src/cksum.c``). Each line
+has the digest, two characters and the file name. A backslash precedes the digest if the name is
+escaped. Megatron-Core's
 ``integrity.json`` contains ``algorithm`` and ``files``
 (``megatron/core/dist_checkpointing/integrity.py``).
 """
@@ -44,10 +45,10 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Line of a checksum list.
+    """Recorded digest of a file.
 
-    *algorithm* is ``sha256``, ``md5`` or ``git-sha1``, the digest of a git blob. *severity* is that
-    of the finding if the digest of the file differs.
+    *algorithm* is ``sha256``, ``md5`` or ``git-sha1`` (the SHA-1 of a git blob). *severity* is the
+    severity of the finding if the file has a different digest.
     """
 
     list_name: str
@@ -58,7 +59,7 @@ class FileDigest:
 
 
 def get_list_algorithms(path: TreePath) -> dict[str, str]:
-    """Map possible names of checksum lists for the checkpoint at *path* to algorithms."""
+    """Map the file names that a checksum list of the checkpoint may have to digest algorithms."""
     return {
         **LIST_ALGORITHMS,
         INTEGRITY_FILE: "sha256",
@@ -71,7 +72,7 @@ def read_listed_digests(
 ) -> tuple[list[FileDigest], list[Finding]]:
     """Read the checksum lists of the checkpoint at *path*, and return findings about them.
 
-    For a checkpoint of a single file, lines about other files are ignored.
+    If the checkpoint is a single file, lines about other files are ignored.
     """
     digests: list[FileDigest] = []
     findings: list[Finding] = []
@@ -107,7 +108,7 @@ def read_listed_digests(
 
 
 def _read_megatron_digests(files: SourceFiles) -> list[FileDigest]:
-    """Read Megatron-Core's ``integrity.json``, or return nothing for other programs' files."""
+    """Read ``integrity.json``, or return an empty list if Megatron-Core did not write it."""
     try:
         content = read_json(files, INTEGRITY_FILE)
     except CkptError:
@@ -124,7 +125,7 @@ def _read_megatron_digests(files: SourceFiles) -> list[FileDigest]:
 
 
 def remove_listed_files(text: str, is_removed: Callable[[str], bool]) -> str:
-    """Return a checksum list without the lines of files for which *is_removed* is true."""
+    """Remove the lines of files for which *is_removed* is true from the text of a checksum list."""
     matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
     return "\n".join(
         line for line, match in matched if not match or not is_removed(_parse_file_name(match))
@@ -132,7 +133,7 @@ def remove_listed_files(text: str, is_removed: Callable[[str], bool]) -> str:
 
 
 def _parse_file_name(line: re.Match[str]) -> str:
-    """Return the file name in a line, unescaped."""
+    """Return the unescaped file name in a line of a checksum list."""
     file = re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], line[3]) if line[1] else line[3]
     return file.removeprefix("./")
 
@@ -140,7 +141,11 @@ def _parse_file_name(line: re.Match[str]) -> str:
 def compare_listed_files(
     files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
-    """Compare every listed file, and return findings and the files that match."""
+    """Compare every listed file with its digest.
+
+    Returns:
+        Findings, and the names of the files that match.
+    """
 
     def compare_line(line: FileDigest) -> Finding | None:
         try:
@@ -159,7 +164,7 @@ def compare_listed_files(
 
 
 def compute_digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
-    """Compute the digest of a file."""
+    """Compute the hexadecimal digest of the file *name* with *algorithm*."""
     size = files.size(name)
     digest_hasher = create_hasher(algorithm, size)
     for view in iterate_windows(files, name, 0, size, advance):
@@ -181,12 +186,15 @@ def require_no_checksum_list(target: TreePath) -> None:
 
 
 def get_checksum_list_path(path: TreePath) -> TreePath:
-    """Return the path of the checksum list, in a directory or next to a file."""
+    """Return the path of a checkpoint's checksum list.
+
+    It is inside a checkpoint directory, or next to a checkpoint file.
+    """
     return path / SUMS_FILE if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
 def list_checkpoint_files(path: TreePath) -> list[str]:
-    """List all files of the checkpoint at *path*, relative to it."""
+    """List the names of all files of the checkpoint at *path*, relative to its folder."""
     if path.is_file():
         return [path.name]
     items = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
@@ -194,7 +202,7 @@ def list_checkpoint_files(path: TreePath) -> list[str]:
 
 
 def find_unlistable_files(path: TreePath) -> list[Finding]:
-    """Return findings about files that cannot be listed, such as links to other folders."""
+    """Return findings about files that a checksum list cannot cover, such as outside links."""
     findings: list[Finding] = []
     with source_files(get_checkpoint_folder(path)) as files:
         for name in list_checkpoint_files(path):

@@ -1,4 +1,4 @@
-"""Findings about a model: missing tensors, contradictions and doubts.
+"""Check of a model for missing tensors, contradictions and doubts.
 
 Every command that decides whether a checkpoint is complete uses this module.
 """
@@ -35,11 +35,13 @@ UNCOUNTED_LAYERS = (
 
 
 def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
-    """Compare the tensors of a model with its model type, its configuration and each other.
+    """Compare the tensors of a model with its model type, with its config and with each other.
+
+    Missing tensors are also added to *notes*.
 
     Returns:
-        Missing tensors (also noted), contradictions and doubts, and whether missing tensors could
-        have been detected.
+        Findings (missing tensors, contradictions and doubts), and the scope of the check, which
+        says whether missing tensors could be detected.
     """
     catalog, names = model.catalog, model.tensors
     try:
@@ -83,9 +85,10 @@ def recognize_and_check_model(
 
 
 def is_determined_by_index(catalog: Catalog, notes: Notes) -> bool:
-    """Return whether the result of the model check only depends on the index.
+    """Return whether the result of the model check depends only on the index.
 
-    It also depends on files or tensors that quantization makes it read, and on paths in notes.
+    If the model is quantized, the check may also read files or tensors, and notes may contain
+    paths.
     """
     reads_files = not SIDECAR_METHODS.keys().isdisjoint(catalog.assets) or not is_unquantized(
         catalog
@@ -94,7 +97,7 @@ def is_determined_by_index(catalog: Catalog, notes: Notes) -> bool:
 
 
 def iterate_contradictions(model: Model) -> Iterator[Finding]:
-    """Yield findings about facts of a model that configuration files or tensors contradict."""
+    """Yield findings about recorded facts of a model that config files or tensors contradict."""
     try:
         contradictions = find_contradictions(model)
     except MappingError as error:
@@ -118,7 +121,7 @@ def _is_config_misread(model: Model) -> bool:
 
 
 def _check_last_ranks(model: Model) -> Iterator[Finding]:
-    """Yield a finding if shards of the last ranks seem to be missing."""
+    """Yield a finding if the shards of the highest ranks seem to be missing."""
     # Few checkpoints need these modules, which are slow to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
     from ckptctl.facts.agreed_change import change_layout_checked

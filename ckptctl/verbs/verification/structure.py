@@ -1,4 +1,4 @@
-"""Checks of an index against its boxes, files and byte ranges, without reading data."""
+"""Checks of the boxes, files and byte ranges in an index, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq"})
 NOT_WRITTEN = "a data file was not completely written"
 RANK_FILE = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
-"""First byte, end, name and codec of each range in one file."""
+"""Start offset, end offset, tensor name and codec of each byte range in one file."""
 
 
 def check_structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
     """Yield findings from the index and the first bytes of files.
 
-    With *index_passed*, only files are examined, because an equal index has passed.
+    If *index_passed* is true, an equal index has already passed, so only files are checked.
     """
     yield from () if index_passed else check_index(catalog)
     yield from _check_shared_bytes(catalog)
@@ -55,13 +55,13 @@ def check_index(catalog: Catalog) -> Iterator[Finding]:
 
 
 def is_about_unreadable_tensor(finding: Finding, catalog: Catalog) -> bool:
-    """Return whether *finding* only states that the tensor cannot be read."""
+    """Return whether *finding* is about a tensor whose storage is unsupported."""
     entry = catalog.tensors.get(finding.tensor or "")
     return entry is not None and entry.unsupported is not None
 
 
 def is_possibly_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether a file starts like a zip, or cannot be read."""
+    """Return whether a file starts with a zip signature, or cannot be read."""
     try:
         return starts_like_zip(files, name)
     except CkptError:
@@ -108,7 +108,10 @@ def _iterate_hole_findings(
     lost: Sequence[tuple[Box, str]],
     unread: Sequence[str],
 ) -> Iterator[Finding]:
-    """Yield a finding for each file known to contain a part of *hole*, or one for all of *hole*."""
+    """Yield a finding for each unusable file that contains elements of *hole*.
+
+    If no such file is known, yield one finding for the complete *hole*.
+    """
     parts = find_lost_parts(hole, lost)
     for box, file in parts:
         rank = f" (rank {int(match[1])})" if (match := RANK_FILE.fullmatch(file)) else ""
@@ -128,13 +131,13 @@ def _iterate_hole_findings(
 
 
 def find_lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
-    """Return the parts of *hole* that are known to be in unusable files."""
+    """Return the boxes within *hole* that are known to be in unusable files, each with its file."""
     parts = ((intersect_boxes(box, hole) if hole.sizes else hole, file) for box, file in lost)
     return [(box, file) for box, file in parts if box is not None]
 
 
 def _list_unread_files(catalog: Catalog) -> list[str]:
-    """Return unusable files whose contents are unknown."""
+    """Return the names of unusable files for which it is unknown which tensors they contain."""
     located_files = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     affected_files = {
         finding.file for finding in catalog.findings if finding.file and not finding.tensor
@@ -143,7 +146,10 @@ def _list_unread_files(catalog: Catalog) -> list[str]:
 
 
 def _describe_suspect(catalog: Catalog, entry: TensorEntry) -> str:
-    """Describe the rank that should store the missing elements, if only one has no chunk."""
+    """Describe the only rank that stores no chunk of *entry*, or return an empty string.
+
+    This rank probably stored the missing elements.
+    """
     ranks = {int(m[1]) for file in catalog.files if (m := RANK_FILE.fullmatch(file))}
     ranks_with_chunks = {int(m[1]) for e in entry.extents if (m := RANK_FILE.fullmatch(e.file))}
     if not ranks_with_chunks or max(ranks) >= 2 * len(ranks) + 2:
@@ -180,9 +186,9 @@ def _check_lengths(entry: TensorEntry) -> Iterator[Finding]:
 
 
 def _is_long_enough(extents: Sequence[Extent], size: int) -> bool:
-    """Return whether extents in columns are long enough for elements of *size* bytes.
+    """Return whether column-stored extents are long enough for elements of *size* bytes.
 
-    Returns false for other extents, which are checked one by one.
+    Return false if the extents are not stored in columns. They are then checked one by one.
     """
     if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
         return False
@@ -219,7 +225,7 @@ def _check_files(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _iterate_ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
-    """Yield the name of each leaf with its byte ranges, as in :func:`ranges_of`."""
+    """Yield the name of each tensor and non-tensor value with its byte ranges."""
     for entry in catalog.tensors.values():
         yield entry.name, get_byte_ranges(entry.extents)
     for blob in catalog.blobs.values():
@@ -228,7 +234,7 @@ def _iterate_ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str,
 
 
 def _check_shared_bytes(catalog: Catalog) -> Iterator[Finding]:
-    """Yield findings about bytes of a file that belong to two tensors without shared memory.
+    """Yield findings about bytes of a file that belong to two tensors that do not share memory.
 
     In a zip of ``torch.save``, tensors share memory if they are views of one storage, and reading
     a zip already proves that its records do not overlap. In other files, two names may have
@@ -255,7 +261,7 @@ def _check_shared_bytes(catalog: Catalog) -> Iterator[Finding]:
 def _check_zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
     """Yield a finding if the first item does not start, or the last does not end, like a zip.
 
-    This detects files of the right size that were never written, or only in part.
+    This detects files of the right size whose content was not written, or only partly written.
     """
     items = [span for span in ranges if span[3] == "torch"]
     if not items or files.size(file) < max(end for _, end, *_ in items):
@@ -278,7 +284,7 @@ def _check_zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Find
 
 
 def _list_zip_heads(file_ranges: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
-    """Return the offset to read ahead if the file may be a zip."""
+    """Return the offset in the file to read ahead, or nothing if the file cannot be a zip."""
     file, ranges = file_ranges
     return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()
 
@@ -305,7 +311,7 @@ def _map_exclusive_ranges(catalog: Catalog) -> dict[str, _Ranges]:
 
 
 def _check_moments(catalog: Catalog) -> Iterator[Finding]:
-    """Yield findings about missing Adam states that other parameters have.
+    """Yield findings about parameters without an Adam state that other parameters have.
 
     Parameters with only a step are ignored. A parameter with only ``exp_avg`` may be Lion's.
     """
@@ -329,5 +335,5 @@ def _check_moments(catalog: Catalog) -> Iterator[Finding]:
 
 
 def get_checkpoint_folder(path: TreePath) -> TreePath:
-    """Return *path* if it is a directory, else its parent."""
+    """Return the folder of a checkpoint, which is *path* if it is a directory, else its parent."""
     return path if path.is_dir() else path.parent

@@ -1,10 +1,11 @@
-"""Findings next to a checkpoint: stray files, leftovers, and digests of the Hugging Face Hub.
+"""Checks of files around a checkpoint, such as leftovers and download records of the Hub.
 
 Source: huggingface_hub 2.4.0. For files downloaded to a folder (``_local_folder.py``),
 ``.cache/huggingface/download/NAME.metadata`` has three lines: commit, ETag, time. In the cache
 (``file_download.py``), ``models--ORG--NAME/snapshots/COMMIT/NAME`` is a link to ``blobs/ETAG``,
-which ``utils/_shared_blobs.py`` may turn into another link. The ETag is the SHA-256 of a file in
-LFS or Xet, and git's SHA-1 of any other file (``utils/_verification.py``).
+which ``utils/_shared_blobs.py`` may turn into another link. For a file in LFS or Xet,
+the ETag is its SHA-256. For any other file, it is the SHA-1 of the git blob
+(``utils/_verification.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
-"""Formats and folder of shards that torch's ``HuggingFaceStorageWriter`` consolidates."""
+"""Formats and shard folder of checkpoints that ``HuggingFaceStorageWriter`` consolidates."""
 SHARDS_DIFFER = f"the shards in `{SHARDED}` do not match this checkpoint"
 SHARD_FINDING: tuple[Severity, str] = ("warning", SHARDED)
 DATA_SUFFIXES = (".distcp", ".safetensors")
@@ -39,7 +40,7 @@ TRAINER_FILES = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
     re.ASCII,
 )
-"""Files that transformers' Trainer and accelerate write next to a model by ``torch.save``."""
+"""File names that transformers' Trainer and accelerate write by ``torch.save`` next to a model."""
 LEFTOVER_NAME = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
     r"|.*-tmp-\d+",
@@ -52,7 +53,7 @@ def check_surroundings(
 ) -> Iterator[Finding]:
     """Yield findings about files in and next to a checkpoint.
 
-    With *values*, elements of a consolidated model are also compared with its shards.
+    If *values* is true, elements of a consolidated model are also compared with its shards.
     """
     stage = get_staging_directory(Path(path))
     if stage.is_dir():
@@ -82,7 +83,7 @@ def check_surroundings(
 
 
 def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
-    """Yield findings about truncated files of trainer state next to a model."""
+    """Yield findings about truncated trainer state files next to a model."""
     for item in sorted(folder.iterdir()):
         if (
             TRAINER_FILES.fullmatch(item.name)
@@ -124,9 +125,9 @@ def _compare_shards(folder: TreePath, catalog: Catalog, *, values: bool) -> Iter
 
 
 def _has_same_elements(catalog: Catalog, parts: Catalog, name: str) -> bool:
-    """Return whether a tensor has equal elements here and in the shards.
+    """Return whether a tensor has equal elements in the consolidated model and in its shards.
 
-    Tensors without dimensions are skipped: torch sets them to 0, which a note of the format states.
+    Scalars are skipped, because torch sets them to 0. A note of the format states this.
     """
     consolidated, sharded = catalog.tensors[name], parts.tensors[name]
     if not consolidated.shape:
@@ -139,7 +140,7 @@ def _has_same_elements(catalog: Catalog, parts: Catalog, name: str) -> bool:
 
 
 def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Iterator[Finding]:
-    """Yield findings about empty parameter folders, as in universal checkpoints."""
+    """Yield findings about empty folders of parameters, which universal checkpoints may contain."""
     above = {Path(name).parent.parent for name in data_files} - {Path()}
     for folder in sorted(above):
         for item in sorted((root / folder).iterdir()):
@@ -205,7 +206,7 @@ def iterate_unfinished_downloads(root: TreePath) -> Iterator[TreePath]:
 
 
 RECORD_SUFFIX = ".metadata"
-"""Suffix of a file's download record."""
+"""Suffix of the download record that huggingface_hub writes for each file."""
 MAX_RECORD_BYTES = 4096
 
 
@@ -247,7 +248,7 @@ def _iterate_remote_digests(files: SourceFiles, folder: PurePath) -> Iterator[Fi
 
 
 def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
-    """Yield the digests of files of a snapshot in the cache, whose blobs are named by ETag."""
+    """Yield the digests of files in a snapshot of the Hub cache, where ETags name the blobs."""
     real = resolve_links(Path(root))
     repository = find_hub_cache_repository(real)
     if repository is None or not (real / folder).is_dir():
@@ -261,9 +262,9 @@ def _iterate_cached_digests(root: TreePath, folder: PurePath) -> Iterator[FileDi
 
 
 def _iterate_download_records(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
-    """Yield the record of each downloaded file in a folder, and the file relative to *root*.
+    """Yield the download record of each file in *folder*, and the file's path relative to *root*.
 
-    The download folder may be a parent, since repositories contain folders.
+    The download folder may be a parent of *root*, since repositories contain subfolders.
     """
     real = resolve_links(root)
     for top in (real, *real.parents):
@@ -277,7 +278,8 @@ def _iterate_download_records(root: TreePath, folder: PurePath) -> Iterator[tupl
 def _parse_record(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
     """Parse the record of *file*, or return None if it is malformed.
 
-    A file in git that changed after its download was edited by the user; one in LFS never is.
+    A small file (stored in git) that changed after its download was edited by the user. Files in
+    LFS are not edited.
     """
     try:
         with source_files(record.parent) as files:

@@ -1,7 +1,7 @@
-"""Verification of a checkpoint: complete, damaged or unknown.
+"""Verification of a checkpoint, with the verdict complete, damaged or unknown.
 
-There are three levels. ``fast`` reads the index, ``headers`` also the header of each item, and
-``full`` also all bytes with a checksum. Only ``nan=True`` imports torch. Nothing is changed.
+Level ``fast`` reads the index. Level ``headers`` also reads the header of each item. Level ``full``
+also reads all bytes that have a checksum. Only ``nan=True`` imports torch. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OTHER_MANIFEST = f"{MANIFEST} describes other tensors"
 
 @dataclass(slots=True)
 class _VerificationState:
-    """Results so far."""
+    """Results of the verification steps that have run so far."""
 
     path: TreePath
     format: str
@@ -59,22 +59,22 @@ class _VerificationState:
 
     @property
     def complete(self) -> bool:
-        """Whether there are only warnings."""
+        """Whether there are no findings except warnings."""
         return decide_verdict(self.findings) is Verdict.COMPLETE
 
     @property
     def listed_path(self) -> TreePath:
-        """Path that a checksum list describes, the directory or the one file."""
+        """Path of the directory or single file that a checksum list describes."""
         return self.catalog.path if self.catalog else self.path
 
 
 @dataclass(slots=True)
 class IndexChecks:
-    """Results of index checks, shared by checkpoints of a run with equal indexes.
+    """Results of index checks, which checkpoints of a run with equal indexes share.
 
-    Every index is read. Checks that depend only on its content run once: whether chunks cover their
-    tensors, and whether all tensors of the model type exist. Only results without findings are
-    shared, since findings name the files of one checkpoint.
+    Every index is read. Two checks depend only on its content and run once. They check whether
+    chunks cover their tensors, and whether all tensors of the model type exist. Only results
+    without findings are shared, since findings name the files of one checkpoint.
 
     Attributes:
         passed: Catalog of the last index that passed, or None.
@@ -105,7 +105,7 @@ class IndexChecks:
         )
 
     def add_passed(self, catalog: Catalog, scope: Scope, notes: Notes) -> None:
-        """Remember that the index of *catalog* passed."""
+        """Record that the index of *catalog* passed, and the results of its model check."""
         self.passed, self.scope, self.notes = catalog, scope, notes
 
 
@@ -126,9 +126,11 @@ def verify_with_catalog(
     ranks: RankCollectives | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint, and return the result with its catalog or the readable part of it.
+    """Verify a checkpoint, and return the result and the catalog.
 
-    *index_checks* stores results of other checkpoints that were verified with the same options.
+    The catalog contains only the readable entries, or is None if the index cannot be read.
+
+    *index_checks* contains results of other checkpoints, verified with the same options.
     """
     start = time.monotonic()
     ranks = ranks or SingleProcess()
@@ -210,7 +212,7 @@ def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _Verifi
 
 
 def _open_checkpoint(path: TreePath, options: VerifyOptions) -> _VerificationState:
-    """Read the index, or its readable part with the errors as findings."""
+    """Read the index. If a part of it cannot be read, add the error as a finding."""
     try:
         catalog = _read_catalog(path, options)
         return _VerificationState(path, catalog.format, catalog)
@@ -298,7 +300,7 @@ def _check_model(
     *,
     passed: bool,
 ) -> None:
-    """Compare the tensors with their model type, or reuse the result for the same index."""
+    """Compare the tensors with the model type, or reuse the result of an equal index."""
     if index_checks and passed:
         state.scope, texts = index_checks.scope, index_checks.notes.get_texts()
         state.notes += texts if state.complete else strip_structure_claim(texts)
@@ -319,7 +321,7 @@ def _check_model(
 
 
 def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
-    """Return whether there are no findings except about unreadable tensors."""
+    """Return whether all findings so far are about unreadable tensors."""
     relevant = (
         finding for finding in state.findings if not is_about_unreadable_tensor(finding, catalog)
     )

@@ -1,4 +1,4 @@
-"""Result of ``verify``: frozen, without torch, convertible to JSON."""
+"""Result of ``verify``, in frozen dataclasses that convert to JSON and do not require torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptctl.verdict import (
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFile:
-    """Data file with its verified bytes."""
+    """Data file, and the number of its bytes that match a checksum."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
@@ -173,7 +173,7 @@ class Verification(
 
 
 def exclude_known_findings(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
-    """Return the findings of *more* that are not among *known*."""
+    """Return the findings in *more* that *known* does not contain."""
     known_keys = {(finding.what, finding.why, finding.file) for finding in known}
     return [
         finding for finding in more if (finding.what, finding.why, finding.file) not in known_keys
