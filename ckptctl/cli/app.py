@@ -34,7 +34,7 @@ EXAMPLES = (
 
 
 class CkptGroup(RawTextMixin, TyperGroup):
-    """The command group, which turns every exception into a message and an exit code."""
+    """Typer group of all commands, which turns every exception into a message and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the program, or print completions if the shell requested them."""
@@ -46,7 +46,7 @@ class CkptGroup(RawTextMixin, TyperGroup):
 
     # Typer's own context class is not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse *args*, and remember them for hints that repeat the command line."""
+        """Parse *args*, and store them for hints that repeat the command line."""
         if args[:1] == ["help"]:  # `help CMD` is `CMD --help`
             args = [*args[1:], "--help"]
         remember_command_line(args)
@@ -62,7 +62,7 @@ class CkptGroup(RawTextMixin, TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command and check that its output was written."""
+        """Run the command, and raise if its output could not be written."""
         with _report_errors(ctx, get_typed_words()), raise_on_sigterm():
             try:
                 result = super().invoke(ctx)
@@ -167,9 +167,10 @@ def build_program(only_name: str = "", *, overview: bool = False) -> typer.Typer
     """Build the Typer program.
 
     Args:
-        only_name: Name of the only command to import. If it does not exist, all are imported.
-        overview: Register only names and summaries. Parsing the options of all commands would
-            take a third of the time of `--help`.
+        only_name: Name of the only command to import. If no such command exists, all commands are
+            imported.
+        overview: Whether to register only names and summaries. Parsing the options of all commands
+            would take a third of the run time of `--help`.
     """
     typer_app = typer.Typer(
         name="ckptctl",
@@ -195,7 +196,7 @@ def __getattr__(name: str) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the program with the arguments of the process."""
+    """Run the program with the arguments in ``sys.argv``."""
     # Python leaves None where a daemon's parent closed a stream.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115

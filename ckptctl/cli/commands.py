@@ -1,8 +1,8 @@
 """Typer commands, built from the options that functions and dataclasses declare.
 
-To Typer, every parameter is text or a flag. The declarations (:mod:`ckptctl.options`) parse the
-text. Typer therefore converts nothing: since 0.29 it would import pydantic and build a model for
-each parameter, which takes longer than most commands.
+Typer sees every parameter as text or a flag. The option declarations (:mod:`ckptctl.options`) parse
+the text. Typer therefore converts nothing. Since version 0.29, it would import pydantic and build a
+model for each parameter, which takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ MAX_SHORT_HELP_OPTIONS = 15
 MAX_NAME_COLUMNS = 30
 """Maximum width of the first column of the help, in characters."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
-"""An argument in Typer's help: with brackets in 0.26, with its type in 0.29."""
+"""Pattern of an argument in Typer's help. Typer 0.26 adds brackets, and 0.29 adds the type."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
-"""The space between sentences, or before ``[default: ...]``."""
+"""Pattern of the space between two sentences, or before ``[default: ...]``."""
 
 HELP_OPTION_TEXT = "Show a summary (-h) or all options (--help)."
-"""Help text of ``-h, --help`` if the two differ."""
+"""Help text of ``-h, --help`` for commands where the two flags print different help."""
 FORM_PARAMETERS = ("json", "quiet", "markdown")
-"""Parameters that set the output format, at most one of which can be given.
+"""Names of the flags that set the output format.
 
-``--format`` (:data:`FORM`) also sets it."""
+At most one of them and ``--format`` (:data:`FORM`) can be given."""
 Json = Annotated[bool, Option("Print one JSON document.", panel="Output", brief=True)]
 Quiet = Annotated[
     bool,
@@ -72,11 +72,11 @@ COLOR = DeclaredOption(
     output.When | None,
     None,
 )
-"""Option of every command and of the program itself."""
+"""Option ``--color``, which every command and the program itself accept."""
 
 
 def _parse_output_form(text: str) -> str:
-    """Parse the value of ``--format``, with a hint if it is a checkpoint format."""
+    """Parse the value of ``--format``. If it is a checkpoint format, raise an error with a hint."""
     if text not in get_args(output.Form):
         is_checkpoint_format = text in list_readable_formats({})
         suggestion = find_nearest(text, get_args(output.Form))
@@ -104,7 +104,7 @@ FORM = DeclaredOption(
     output.Form | None,
     None,
 )
-"""Option of every command that prints rows."""
+"""Option ``--format``, which every command that prints rows accepts."""
 SingleProcess = Annotated[
     bool,
     Option("Run as a single process, ignoring torchrun's environment variables.", panel="Advanced"),
@@ -143,8 +143,9 @@ class Command:
             an :class:`Option` is an option; an options dataclass stands for all its fields.
         examples: Command lines for the help.
         prints: Types that ``--json`` prints; see :class:`ckptctl.documents.Document`.
-        runs_without_arguments: Whether it runs without arguments instead of showing its help.
-        omitted_fields: Fields of the options dataclasses to leave out.
+        runs_without_arguments: Whether the command runs if no arguments are given. Otherwise it
+            then shows its help.
+        omitted_fields: Fields of the options dataclasses that are not options of the command.
         has_rows: Whether the command prints rows and therefore takes ``--format``.
     """
 
@@ -157,7 +158,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The command's name on the command line."""
+        """Name of the command on the command line."""
         return self.run.__name__.strip("_").replace("_", "-")
 
     def add_to(self, app: typer.Typer, *, overview: bool = False) -> None:
@@ -165,7 +166,7 @@ class Command:
 
         Args:
             app: The program.
-            overview: Register only the name and the summary.
+            overview: Whether to register only the name and the summary.
         """
         declarations = () if overview else self.list_parameters()
         function = _make_stub(self.run) if overview else self._make_typer_function(declarations)
@@ -246,7 +247,10 @@ def command(
     omitted_fields: tuple[str, ...] = (),
     has_rows: bool = True,
 ) -> Callable[[Callable[..., None]], Command]:
-    """Decorate a function as a :class:`Command`."""
+    """Return a decorator that turns a function into a :class:`Command`.
+
+    For the arguments, see the attributes of :class:`Command`.
+    """
     return lambda run: Command(
         run, examples, prints, runs_without_arguments, omitted_fields, has_rows
     )
@@ -299,7 +303,7 @@ def _make_stub(function: Callable[..., Any]) -> Callable[[], None]:
 
 
 def _make_parameter(declaration: DeclaredOption) -> inspect.Parameter:
-    """Build the function parameter from which Typer derives the option *declaration*."""
+    """Build the function parameter from which Typer creates the option of *declaration*."""
     option = declaration.option
     is_argument = isinstance(option, Argument)
     typer_arguments: dict[str, Any] = {
@@ -353,7 +357,7 @@ class RawTextMixin(Base):
 
     # Typer's own classes of contexts and parameters are not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Let Typer find the values, and convert only flags from the environment."""
+        """Let Typer find the values as text, and convert only flags set by the environment."""
         for parameter in self.get_params(ctx):
             if type(parameter.default) is not bool:
                 vars(parameter).setdefault(
@@ -365,14 +369,14 @@ class RawTextMixin(Base):
 def _pass_text_through(
     parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any
 ) -> Any:
-    """Return *value* as typed, and let Typer handle missing values and callbacks."""
+    """Return *value* as typed. Only missing values and callbacks are processed by Typer."""
     is_missing = value is None and parameter.required and not ctx.resilient_parsing
     has_callback = value is not None and parameter.callback is not None
     return process(ctx, value) if is_missing or has_callback else value
 
 
 class CkptCommand(RawTextMixin, TyperCommand):
-    """A command whose usage line shows only argument names: ``convert [OPTIONS] SRC DST``.
+    """Typer command with a short usage line, such as ``convert [OPTIONS] SRC DST``.
 
     Attributes:
         brief: Options that a short ``-h`` shows in addition to those in the panel *Common*.

@@ -21,7 +21,7 @@ WORD_BREAKS = frozenset(":=")
 
 
 class _TooLateError(BaseException):
-    """The time limit expired. A BaseException, so that no error handler catches it."""
+    """Completion exceeded its time limit. A BaseException, so that no error handler catches it."""
 
 
 def is_completion_request() -> bool:
@@ -30,7 +30,7 @@ def is_completion_request() -> bool:
 
 
 def print_completions(complete: Callable[[], Any]) -> None:
-    """Run *complete*, print its output unless it fails, and exit.
+    """Run *complete*, print its output if it succeeds, and exit.
 
     Args:
         complete: Typer's completion, which ends with ``SystemExit``.
@@ -56,7 +56,11 @@ def print_completions(complete: Callable[[], Any]) -> None:
 
 
 def _rejoin_split_words() -> str:
-    """Rejoin words that bash split in the environment, and return the part that bash keeps."""
+    """Rejoin words in ``COMP_WORDS`` that bash split at ``:`` or ``=``.
+
+    Returns:
+        The beginning of the current word, which bash does not replace.
+    """
     words = os.environ.get("COMP_WORDS", "").split("\n")
     current = int(os.environ.get("COMP_CWORD", "0"))
     if current >= len(words):

@@ -63,8 +63,8 @@ def make_plan(ranks: RankCollectives, build_plan: Callable[[], T], dst: TreePath
     Args:
         ranks: Ranks that will execute the plan.
         build_plan: Function that builds the plan.
-        dst: Destination next to which stale staging files are removed if the plan is refused, or
-            None to leave them.
+        dst: Destination. If the plan is refused, stale staging files next to it are removed. None
+            if none are to be removed.
     """
     from ckptctl.storage.publish import clean_up_if_refused
 
@@ -81,7 +81,7 @@ def run_or_show_plan(
     ranks: RankCollectives,
     *extra_results: Result,
 ) -> None:
-    """Execute *plan* and show the result, or only show the plan for ``--dry-run``.
+    """Execute *plan* and show the result. With ``--dry-run``, only show the plan.
 
     Args:
         name: Name of the command.
@@ -173,7 +173,7 @@ def _list_obstacles(plan: ConversionPlan) -> Iterator[str]:
 
 
 def _confirm_upload(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
-    """List the files to upload, and ask the user for confirmation if possible.
+    """List the files to upload, and ask the user to confirm the upload if a prompt is possible.
 
     Raises:
         RefusedError: The user declined.
@@ -226,7 +226,7 @@ def _confirm_restart(output: Printer, error: CkptError, ranks: RankCollectives) 
 
 
 def _missing_items_error(plan: ConversionPlan, dst: TreePath) -> PartialError:
-    """Return the error about items that are missing in the source and the output."""
+    """Build the error about items that are missing in the source, and therefore in the output."""
     reasons = [reason for reason, _ in group_by_reason(plan.missing)]
     noun = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
     count = pluralize(len(plan.missing), f"{noun} is", f"{noun}s are")
@@ -294,7 +294,7 @@ def _show_plan(output: Printer, plan: ConversionPlan, dst: TreePath) -> None:
 
 
 def _format_counts(plan: ConversionPlan) -> str:
-    """Format the numbers of tensors read, written and changed as one line."""
+    """Format the numbers of tensors that are read, written and changed, on one line."""
     moved = f"{plan.mapped:,} renamed or reordered" if plan.mapped else ""
     summary = plan.summary
     if not summary.changes:

@@ -92,7 +92,7 @@ def diff(
 
 
 def _list_rows(difference: Difference) -> Iterator[tuple[str, ...]]:
-    """Yield a row per difference."""
+    """Yield one row for each difference, for output as TSV."""
     for side, letter in ((difference.a, "a"), (difference.b, "b")):
         yield from ((f"only_{letter}", name) for name in side.only)
         yield from ((f"only_leaf_{letter}", name) for name in side.only_leaves)
@@ -144,7 +144,7 @@ def _has_equal_numbers(tensor: TensorDifference, difference: Difference) -> bool
 
 
 def show_difference(output: Printer, difference: Difference) -> None:
-    """Print the differences of two checkpoints by kind, the largest first."""
+    """Print the differences between two checkpoints, by kind. Large differences come first."""
     output.print_sentence(_format_headline(difference), "bold")
     for line in _list_explanations(difference):
         output.print_sentence(f"  {line}", "dim")
@@ -178,7 +178,7 @@ def show_difference(output: Printer, difference: Difference) -> None:
 
 
 def _make_human_row(tensor: TensorDifference, difference: Difference) -> tuple[str, ...]:
-    """Make a row for a terminal, below a title that states all differences except shapes."""
+    """Make the terminal row of a tensor. The title above states all differences except shapes."""
     row = _make_row(tensor, difference, "{:.3g}".format)
     shapes = f"{list(tensor.shape_a)} {list(tensor.shape_b)}" if "shape" in tensor.kinds else ""
     return (f"  {row[0]}", shapes, *row[2:])
@@ -206,7 +206,7 @@ def _describe_side(side: Side) -> str:
 
 
 def _list_explanations(difference: Difference) -> Iterator[str]:
-    """Yield notes on the extent of the comparison and on explained differences."""
+    """Yield notes on how much was compared, and on differences that have a known reason."""
     yield from difference.notes
     values = pluralize(difference.compared_leaves, "non-tensor value")
     tensors = pluralize(difference.compared, "tensor")

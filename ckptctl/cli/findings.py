@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class FindingGroup(NamedTuple):
-    """Findings with the same cause, for example in one file."""
+    """Group of findings with the same cause, for example one damaged file."""
 
     findings: Sequence[Finding]
 
     @property
     def first(self) -> Finding:
-        """The finding that represents the group."""
+        """Finding that represents the group."""
         return self.findings[0]
 
     @property
     def title(self) -> str:
-        """The problem, and the number of findings if there are several."""
+        """Problem, followed by the number of findings if the group has several."""
         count = len(self.findings)
         return self.first.what + (f" ({pluralize(count, 'time')})" if count > 1 else "")
 
     @property
     def where(self) -> str:
-        """The first location, the number of others, and the file."""
+        """Location of the first finding, the number of other locations, and the file."""
         place = replace(self.first, file=None).where
         if len(self.findings) < 2 or not place:
             return self.first.where
@@ -38,7 +38,7 @@ class FindingGroup(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Title, location and reason as one line, without repeating the file."""
+        """Title, location and reason on one line, in which the file appears once."""
         file, why = self.first.file, f" ({self.first.why})" if self.first.why else ""
         names_file = file and (file in self.first.what or f"`{file}`" in why)
         where = self.where.removesuffix(f"{file}").removesuffix(", ") if names_file else self.where

@@ -85,12 +85,12 @@ def _format_title(entry: KnownFormat) -> str:
 
 
 def format_access(entry: KnownFormat) -> str:
-    """Return whether a format can be written or only read, as text."""
+    """Format, as text, whether a format can be written or only read."""
     return "read, written" if entry.written else "read only"
 
 
 def format_layout(checkpoint_format: Format) -> str:
-    """Return the layout of a format as text."""
+    """Format the layout of a checkpoint format as text."""
     return (checkpoint_format.layout or "any") + (
         ", others" if checkpoint_format.layout and checkpoint_format.other_layouts else ""
     )
@@ -132,12 +132,12 @@ def _list_facts(entry: KnownFormat) -> Iterator[tuple[str, str]]:
 
 
 def split_facts(text: str) -> list[str]:
-    """Split the text of a format into its facts."""
+    """Split the description of a format into separate facts."""
     return text.split("; ") if text else []
 
 
 def describe_written(traits: WrittenFormat) -> Iterator[str]:
-    """Yield the properties of checkpoints written in a format, as text."""
+    """Yield, as text, the properties of checkpoints that are written in a format."""
     yield (
         "directory, with sidecar files"
         if traits.directory

@@ -42,7 +42,7 @@ RUN_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """Selection and order of the listed tensors."""
+    """Options that select and sort the listed tensors."""
 
     tensors: Annotated[
         bool,
@@ -169,7 +169,7 @@ def _build_branches(
     show: ShowOptions,
     options: InspectOptions,
 ) -> list[listing.Branch]:
-    """Build the tree, with collapsed training state unless the user selects tensors."""
+    """Build the tree of tensors. Training state is collapsed unless the user selects tensors."""
     if show.depth or options.include:
         return listing.build_tree(selected, show.sort, show.depth)
     return listing.build_model_tree(selected, inspection.root, inspection.format, show.sort)
@@ -295,7 +295,7 @@ def _list_rows(inspection: Inspection) -> Iterator[Row]:
 
 
 def _format_leaves(inspection: Inspection) -> str:
-    """Format the non-tensor values outside of the optimizer, with known values first."""
+    """Format the non-tensor values except optimizer state. Well-known values come first."""
     from ckptctl.conversion.recognition.roots import FOLDED_PARTS, classify_leaf
 
     names = [

@@ -33,9 +33,9 @@ TREE_COLUMNS = (
     Column(drop=1),
     tables.name_column(keep=24, drop=2),
 )
-"""Columns of the tree on a terminal."""
+"""Columns of the tensor tree on a terminal."""
 LEAF_COLUMNS = tables.titled_columns("name", "dtype", "shape", "copies", "bytes")
-"""Columns of the tree as TSV."""
+"""Columns of the tensor tree in TSV output."""
 TENSOR_COLUMNS = (
     tables.name_column("name"),
     Column("dtype", drop=1),
@@ -54,7 +54,10 @@ COLUMNS_WITHOUT_STATS = 4
 
 
 def make_tree_rows(output: Printer, branches: Sequence[Branch]) -> list[Row]:
-    """List the rows of the tree, nested for a terminal, otherwise leaves with full names."""
+    """List the rows of the tensor tree.
+
+    A terminal gets nested branches. TSV output gets only leaves, with their full names.
+    """
     visited = walk_branches(branches)
     if output.mode == "human":
         largest_bytes = (
@@ -79,7 +82,10 @@ def make_tree_rows(output: Printer, branches: Sequence[Branch]) -> list[Row]:
 
 
 def _make_tree_row(nesting: int, branch: Branch, largest_bytes: int) -> Row:
-    """Make the row of a branch, with a bar relative to *largest_bytes*, or without one if 0."""
+    """Make the row of a branch, with a bar of its size relative to *largest_bytes*.
+
+    If *largest_bytes* is 0, the row has no bar.
+    """
     label = "  " * nesting + branch.label
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = StyledText(
@@ -94,7 +100,7 @@ def _make_tree_row(nesting: int, branch: Branch, largest_bytes: int) -> Row:
 
 
 def format_bar(nbytes: int, largest_bytes: int, width: int = 16) -> str:
-    """Draw a bar of *nbytes* / *largest_bytes* of *width* characters."""
+    """Draw a bar whose length is the fraction *nbytes* / *largest_bytes* of *width* characters."""
     eighths = -(-8 * width * nbytes // largest_bytes)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -141,14 +147,14 @@ def format_histogram(histogram: Sequence[int]) -> str:
 
 
 def shorten_dtype(dtype: str) -> str:
-    """Return the short name of *dtype*, or *dtype* itself if unknown."""
+    """Return the short name of *dtype*, or *dtype* itself if it has no known short name."""
     from ckptctl.dtypes import BY_NAME
 
     return BY_NAME[dtype].short if dtype in BY_NAME else dtype
 
 
 def format_size(output: Printer, nbytes: int) -> str:
-    """Format *nbytes* with a unit for a terminal, otherwise as an exact number."""
+    """Format *nbytes* with a unit for a terminal, or as an exact number for TSV."""
     return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
 
 
@@ -160,7 +166,7 @@ def format_model_type(inspection: Inspection) -> str:
 
 
 def format_files(inspection: Inspection) -> str:
-    """Format the total size and the number of files."""
+    """Format the total size and the number of the checkpoint's files."""
     return f"{format_bytes(inspection.nbytes)} in {pluralize(len(inspection.files), 'file')}"
 
 
@@ -210,7 +216,7 @@ MAX_NAME_PARTS = 64
 
 
 class Branch(NamedTuple):
-    """A tensor, a group of tensors, or several equal ones of either kind.
+    """Branch of a tensor tree, which is a tensor or a group, or several equal ones.
 
     Attributes:
         label: Name relative to the parent, as in ``model.layers.[0-31]``.
@@ -330,7 +336,7 @@ def _build_prefixed_branches(key: str, node: _Node, depth: int | None) -> list[B
 
 
 def _merge_numbered_children(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
-    """Yield branches of the numbered children, equal ones merged."""
+    """Yield the branches of numbered children such as layers. Equal branches are merged."""
     hide = depth is not None and depth <= 1
     indices_by_signature: dict[Signature, list[int]] = {}
     children: dict[int, list[Branch]] = {}

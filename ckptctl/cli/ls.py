@@ -72,7 +72,7 @@ def ls(
 
 
 def _show_result(output: Printer, run: RunFolder) -> None:
-    """Print the table, and mention entries of the folder that are not checkpoints."""
+    """Print the checkpoints of a run, and mention other entries of its folder."""
     from ckptctl.runs.entries import INITIAL_WEIGHTS
     from ckptctl.runs.protections import POINTERS
 

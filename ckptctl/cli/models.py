@@ -178,7 +178,7 @@ def _format_composition(family: Family, axis: str) -> str:
 
 
 def _group_by_proof(model: ModelType) -> dict[str, list[str]]:
-    """Group the layouts by the implementation that their logits were compared with."""
+    """Group the layouts of *model* by the program that their logits were compared with."""
     layouts_by_proof: dict[str, list[str]] = {}
     for name in model.layouts:
         proof = model.describe_proof(name)

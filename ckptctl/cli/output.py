@@ -43,7 +43,7 @@ STYLES: Mapping[object, str] = {
     "missing": "33",
     "damaged": "31",
 }
-"""ANSI codes: cyan for names; green, yellow and red for complete, missing and damaged."""
+"""ANSI codes by style, such as cyan for names and red for the verdict ``damaged``."""
 VERDICT_STYLES: Mapping[str, Style] = {
     Verdict.COMPLETE: "complete",
     Verdict.DAMAGED: "damaged",
@@ -55,7 +55,7 @@ MIN_TEXT_COLUMNS = 20
 WIDE_COLUMNS = 100
 ELLIPSIS = "…"
 _write_errors: list[OSError] = []
-"""Errors from writing the results to stdout."""
+"""Errors that occurred when results were written to stdout."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ SETTINGS = OutputSettings()
 
 
 class StoppedError(CkptError):
-    """The user interrupted the command."""
+    """The user interrupted the command, for example with Ctrl-C."""
 
     exit_code = 130
     code = "interrupted"
@@ -106,7 +106,7 @@ class Printer:
 
     @property
     def is_chatty(self) -> bool:
-        """Whether to print statements, hints and progress."""
+        """Whether to print statements, hints and progress in addition to the results."""
         return self.mode in ("human", "plain")
 
     @property
@@ -188,17 +188,17 @@ class Printer:
     def print_first_rows(
         self, items: Sequence[T], row: Callable[[T], Row], columns: Sequence[Column]
     ) -> None:
-        """Print a *row* for each of the first *items*, and the number of remaining ones."""
+        """Print a table row for each of the first *items*, and the number of items not shown."""
         self.print_table(map(row, items[: tables.MAX_SHOWN_ROWS]), columns)
         self.print_remaining(len(items))
 
     def print_remaining(self, count: int) -> None:
-        """Print the number of rows out of *count* that are not shown, if any."""
+        """Print how many of *count* rows are not shown, or nothing if all are shown."""
         if text := tables.format_remaining(count):
             self.print_line(text)
 
     def print_facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Print labeled texts in two columns, wrapped to the width of the terminal."""
+        """Print pairs of label and text in two columns, wrapped to the width of the terminal."""
         pairs = list(rows)
         start = max((len(label) for label, _ in pairs), default=0) + len(GAP)
         width = max(_count_columns(), start + MIN_TEXT_COLUMNS)
@@ -343,7 +343,7 @@ def _paint_text(text: str, style: str | None) -> str:
 
 
 def _choose_ellipsis() -> str:
-    """Return the mark for truncated text that stdout can encode."""
+    """Return a mark for truncated text that the encoding of stdout supports."""
     return ELLIPSIS if "utf" in (sys.stdout.encoding or "").lower() else "~"
 
 
@@ -379,7 +379,7 @@ def _write_line(stream: TextIO, text: str) -> None:
 def require_output_written() -> None:
     """Flush stdout and raise if any of the output could not be written.
 
-    Checked last, so that a full disk does not keep the command from doing its work.
+    This is called after the command has done its work, so that an output error does not stop it.
 
     Raises:
         StorageError: Some of the output was not written.
@@ -408,13 +408,13 @@ def group_by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def format_by_reason(outcome: str, keys: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per reason, with the outcome and the names it applies to."""
+    """Yield one line per reason, with *outcome* and the names that have this reason."""
     for reason, names in group_by_reason(keys):
         yield f"{outcome}, {reason}: {abbreviate_names(names)}"
 
 
 def abbreviate_names(names: Sequence[str]) -> str:
-    """Return the names, or if there are many, their count and common stems."""
+    """Format *names* as a list. If there are many, give only their number and common stems."""
     if len(names) <= MAX_LISTED_NAMES:
         return quote_names(names)
     stems = list(dict.fromkeys(map(_find_stem, names)))

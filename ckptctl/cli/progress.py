@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ckptctl.storage.threads import Advance
 
 QUIET_SECONDS = 0.5
-"""Work that takes less time shows no bar, and does not import rich."""
+"""Seconds before a bar appears. Shorter work shows no bar and does not import rich."""
 LINE_SECONDS = 10.0
 WINDOW_SECONDS = 15.0
-"""Period over which the speed is measured; longer if it has fewer samples than `MIN_SAMPLES`."""
+"""Seconds over which speed is measured. Extended until there are `MIN_SAMPLES` samples."""
 MIN_SAMPLES = 4
 SAMPLE_SECONDS = 0.2
 SETTLING_SECONDS = 1.0
-"""Initial period that the speed ignores: it mostly counts bytes that existed already."""
+"""Seconds at the start that the speed ignores, because existing bytes are counted then."""
 NARROW_COLUMNS = 64
-"""Terminal width below which a bar shows only the percentage."""
+"""Terminal width in characters below which a bar shows only the percentage."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def show_progress(
     ending: str | None = None,
     beginning: Callable[[], str] = str,
 ) -> Iterator[Advance | None]:
-    """Show progress during the block, and yield a callback, or None if none is shown.
+    """Show progress during the block, and yield a callback, or None if no progress is shown.
 
     The callback takes the number of bytes processed since its last call. It is thread-safe.
 
@@ -71,7 +71,7 @@ class _SpeedMeter:
         self.samples: deque[tuple[float, int]] = deque()
 
     def add_sample(self, now: float, done: int) -> None:
-        """Add a sample: *done* bytes in total at time *now*."""
+        """Add a sample of *done* bytes in total at the time *now* (seconds)."""
         self.first_seconds = now if self.first_seconds is None else self.first_seconds
         if now - self.first_seconds < SETTLING_SECONDS:
             self.samples.clear()
@@ -82,7 +82,7 @@ class _SpeedMeter:
             self.samples.popleft()
 
     def bytes_per_second(self, now: float, done: int) -> float:
-        """Return the bytes per second since the oldest sample, or 0 if not yet known."""
+        """Return the bytes per second since the oldest sample, or 0 if the speed is unknown yet."""
         start, before = self.samples[0] if self.samples else (now, done)
         return (done - before) / (now - start) if now - start >= SETTLING_SECONDS else 0.0
 
@@ -194,7 +194,7 @@ class _BarDisplay(_LineDisplay):
             )
 
     def format_status(self, columns: int) -> str:
-        """Format the status next to the bar. Takes no lock, as it is called while drawing."""
+        """Format the text next to the bar. This takes no lock, since it is called while drawing."""
         if columns < NARROW_COLUMNS:
             return self.percent if self.has_begun else ""
         return "  ".join(self.list_facts(time.monotonic()))

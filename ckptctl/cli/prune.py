@@ -128,7 +128,7 @@ def _print_plan(output: Printer, plan: PrunePlan, root: TreePath) -> None:
 
 
 def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
-    """Print the action for each checkpoint, unless in JSON or quiet mode."""
+    """Print a table with the action for each checkpoint, except in JSON and quiet mode."""
     if not output.is_chatty:
         return
     if output.mode == "human":

@@ -1,4 +1,4 @@
-"""The ranks of a command that was started by torchrun or srun.
+"""Communication between the ranks of a command that torchrun or srun started.
 
 torch is imported only if there are several ranks. Rank 0 prints results and reports the failures
 of all ranks. Another rank reports its own failure only if rank 0 cannot know of it.
@@ -25,7 +25,7 @@ def join_ranks(single_process: bool, machine: bool) -> RankCollectives:
     """Join the ranks of this command, or return a group of one process.
 
     Args:
-        single_process: Ignore torchrun's environment variables.
+        single_process: Whether to ignore torchrun's environment variables.
         machine: Whether stderr is read by a program.
 
     Raises:
@@ -72,7 +72,7 @@ def make_rank_printer(ranks: RankCollectives, machine: bool, quiet: bool) -> Pri
 
 
 class _TorchRanks:
-    """The process group of all ranks.
+    """Collective operations on the torch process group of all ranks.
 
     Attributes:
         failure_is_shared: Whether the ranks have exchanged a failure.
@@ -111,7 +111,7 @@ _joined_ranks: list[_TorchRanks] = []
 
 
 def _join_with_notice(join_group: Callable[[], T], output: Printer) -> T:
-    """Call *join_group*, and print a warning if other ranks are slow.
+    """Call *join_group*, and print a warning while it waits long for other ranks.
 
     The call runs in a thread, because torch waits without handling Ctrl-C or SIGTERM.
     """

@@ -90,7 +90,7 @@ def _show_result(output: Printer, result: Report) -> None:
 
 
 def _list_contents(result: Report) -> Iterator[str]:
-    """Yield a summary of each part of the page."""
+    """Yield a one-line summary of each section of the page."""
     yield pluralize(len(result.tensors), "tensor")
     yield result.verification.verdict
     if findings := len(result.verification.findings):

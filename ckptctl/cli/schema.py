@@ -17,7 +17,7 @@ ERROR_DOCUMENT = "ckptctl.documents:ErrorDocument"
 
 
 def get_documents_by_name() -> dict[str, Document]:
-    """Map each command, and ``error``, to the JSON document it prints."""
+    """Map the name of each command, and ``error``, to the JSON document that it prints."""
     from ckptctl.documents import Document
 
     prints = {command.name: command.prints for command in commands.iterate_commands()} | {

@@ -16,7 +16,7 @@ GAP = "  "
 MAX_SHOWN_ROWS = 10
 """Maximum number of rows of a long list that a terminal shows."""
 SPARSE_RATIO = 4
-"""A column is mostly empty if at most one in this many cells has content."""
+"""Inverse of the fraction of nonempty cells up to which a column counts as mostly empty."""
 NAME_COLUMNS = 36
 """Minimum number of characters that keep tensor names distinguishable."""
 
@@ -27,7 +27,7 @@ class Column(NamedTuple):
     Attributes:
         title: Title in the header line.
         right: Whether cells are aligned to the right.
-        drop: Rank in the order in which columns are dropped. 0 means never.
+        drop: Position in the order in which columns are dropped. 0 means that it is never dropped.
         keep: Minimum number of characters of truncated cells. 0 means that cells are not truncated.
         prose: Whether cells are truncated at the end instead of in the middle.
     """

@@ -20,7 +20,7 @@ _typed_words: list[str] = []
 
 
 def remember_command_line(words: Iterable[str]) -> None:
-    """Remember a command line, whose words and option values may be paths."""
+    """Store the command line, whose words and option values may be paths."""
     _typed_words[:] = words
     _map_typed_paths.cache_clear()
 
@@ -31,7 +31,10 @@ def get_typed_words() -> Sequence[str]:
 
 
 def format_command_line(*extra_options: str, without: str = "") -> str:
-    """Format the command line with *extra_options*, but without ``--dry-run`` and *without*."""
+    """Format the command line with *extra_options* added.
+
+    ``--dry-run`` and the option *without* are removed.
+    """
     end = _typed_words.index("--") if "--" in _typed_words else len(_typed_words)
     words = [*filter(None, map(_drop_dry_run, _typed_words[:end]))]
     words = [word for word in words if word not in (*extra_options, without)]
@@ -65,7 +68,10 @@ def _map_typed_paths() -> Mapping[str, str]:
 
 
 def restore_typed_paths(text: str) -> str:
-    """Replace absolute paths in *text* by their typed form, or by paths relative to that."""
+    """Replace absolute paths in *text* by the paths as the user typed them.
+
+    A path below a typed path starts with the typed path, or is relative if that is ``.``.
+    """
     if "/" not in text or not (typed := _map_typed_paths()):
         return text
     pattern = "|".join(map(re.escape, typed))
@@ -81,7 +87,7 @@ def _restore_match(match: re.Match[str]) -> str:
 
 
 def _list_with_parents(text: str) -> Iterator[str]:
-    """Yield a path and, if it is relative, its parents."""
+    """Yield the path *text* and, if it is relative, its parent paths."""
     yield text
     path = Path(text)
     if not path.is_absolute() and not text.startswith("~") and len(path.parts) <= MAX_PARTS:

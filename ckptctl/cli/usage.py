@@ -26,7 +26,7 @@ COMMAND_SYNONYMS = {
     "show": "inspect",
     "validate": "verify",
 }
-"""Names that other programs use for the commands."""
+"""Command names of other programs, with the corresponding commands of ckptctl."""
 OPTION_SYNONYMS = {
     "-f": "--overwrite",
     "-j": "--jobs",
@@ -50,12 +50,12 @@ OPTION_SYNONYMS = {
     "--type": "--model-type",
     "--workers": "--jobs",
 }
-"""Names that other programs use for the options."""
+"""Option names of other programs, with the corresponding options of ckptctl."""
 OUTPUT_OPTIONS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 
 
 def unknown_command_error(name: str, command_names: Sequence[str]) -> UsageError:
-    """Return the error for an unknown command, with a suggestion if one is similar."""
+    """Build the error for an unknown command, which suggests a similar command if one exists."""
     suggestion = COMMAND_SYNONYMS.get(name) or find_nearest(name, command_names)
     hint = f"did you mean `{suggestion}`?" if suggestion else "see `ckptctl --help`"
     return UsageError(f"unknown command `{name}`", hint=hint)
@@ -106,7 +106,7 @@ def to_usage_error(error: Any, group: Any, words: Sequence[str]) -> UsageError:
 
 
 def _suggest_option(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
-    """Return a hint for an unknown *option*, or None if nothing is similar."""
+    """Return a hint for an unknown *option*, or None if no known option is similar."""
     option_by_flag = {name: p for p in command.params for name in p.opts if name.startswith("--")}
     global_flags = {name for p in group.command.params for name in p.opts} - {"--help", "-h"}
     suggestion = OPTION_SYNONYMS.get(option, option)

@@ -174,7 +174,7 @@ def _list_rows(result: Verification) -> Iterator[Row]:
 
 
 def _list_problems(result: Verification) -> Iterator[str]:
-    """Yield one line per reason for a nonzero exit code."""
+    """Yield one line for each error, unknown finding or other reason for a nonzero exit code."""
     for finding in (*result.errors, *result.unknown):
         yield ": ".join(filter(None, (finding.where, finding.what)))
     if _is_missing_required_checksums(result):

@@ -1,4 +1,5 @@
 """Plug-in API for other packages: model families, formats and conversion steps.
 
-:mod:`.families` and :mod:`.formats` stay compatible. The modules they import from may move.
+:mod:`.families` and :mod:`.formats` stay compatible between versions. The modules that they import
+from may be moved.
 """
