@@ -288,7 +288,7 @@ class Printer:
 
 
 def is_json_requested(words: Sequence[str]) -> bool:
-    """Return whether a command line that is not parsed yet requests JSON."""
+    """Return whether the words of an unparsed command line request JSON output."""
     options = words[: words.index("--")] if "--" in words else words
     pairs = pairwise(options)
     return (
@@ -400,7 +400,7 @@ def require_output_written() -> None:
 
 
 def group_by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    """Group names by the reason that *keys* maps them to."""
+    """Group the names in *keys* by reason, and return each reason with its names."""
     names_by_reason: dict[str, list[str]] = {}
     for key, reason in keys.items():
         names_by_reason.setdefault(reason, []).append(key)

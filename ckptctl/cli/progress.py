@@ -88,7 +88,7 @@ class _SpeedMeter:
 
 
 class _LineDisplay:
-    """Progress as one line every `LINE_SECONDS`."""
+    """Display that prints progress as one line every `LINE_SECONDS`."""
 
     def __init__(
         self, output: Printer, verb: str, total: int, ending: str | None, beginning: str = ""
@@ -157,7 +157,7 @@ class _LineDisplay:
 
 
 class _BarDisplay(_LineDisplay):
-    """Progress as a bar that redraws itself."""
+    """Display that shows progress as a bar, which is redrawn on a terminal."""
 
     bar: Progress | None = None
     task: TaskID

@@ -75,7 +75,7 @@ class StyledText(NamedTuple):
 
 
 def get_style(cell: object) -> str | None:
-    """Return the style of a cell, or None if it has none."""
+    """Return the name of a cell's style, or None if the cell has no style."""
     return cell.style if isinstance(cell, StyledText) else None
 
 
@@ -86,7 +86,7 @@ def format_lines(
     mark: str,
     paint: Callable[[str, str | None], str],
 ) -> list[str]:
-    """Format *rows* as aligned lines that fit the terminal.
+    """Format *rows* as lines with aligned columns that fit into the width *room*.
 
     Args:
         columns: All columns. Empty ones are not shown.

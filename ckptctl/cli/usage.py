@@ -67,7 +67,7 @@ def to_usage_error(error: Any, group: Any, words: Sequence[str]) -> UsageError:
 
     Args:
         error: Typer's or click's exception.
-        group: Context of the program.
+        group: Click context of the program, which contains all commands.
         words: Arguments of the command line.
     """
     context = error.ctx or group

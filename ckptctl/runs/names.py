@@ -1,4 +1,4 @@
-"""Steps in the names of checkpoints.
+"""Parsing of checkpoint names, to find the step and the series.
 
 Sources: torchtitan ``step-N``, torchtune ``epoch_N`` and ``step_N``, transformers
 ``checkpoint-N``, accelerate ``checkpoint_N``, Megatron ``iter_NNNNNNN``, DeepSpeed

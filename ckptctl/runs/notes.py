@@ -1,8 +1,8 @@
 """Readers for metrics and steps that ckptctl, Lightning and transformers store in checkpoints.
 
 Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``. Lightning updates this
-state before it writes the file, so each file includes its own score. Nothing is unpickled. Scores
-that are tensors are read at their offsets in the file.
+state before it writes the file, so a checkpoint contains its own score. Nothing is unpickled.
+Scores that are tensors are read at their offsets in the file.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TrainerNotes:
         best_checkpoints: Names or paths of the best checkpoints.
         scores: Values of the metrics of this checkpoint, by metric.
         step: Step of the save, or None if it is not recorded.
-        error: Error that prevented reading the record to its end.
+        error: Error that occurred while the record was read, or None if it was read completely.
         has_state: Whether the checkpoint contains a nonempty or unreadable trainer state.
     """
 
@@ -224,7 +224,7 @@ class _TruncatedStateError(Exception):
 
 
 def read_trainer_state(folder: TreePath) -> TrainerNotes:
-    """Read ``trainer_state.json`` in *folder*, if there is one."""
+    """Read ``trainer_state.json`` in *folder*, or return an empty record if it does not exist."""
     path = folder / TRAINER_STATE
     try:
         status = path.stat()

@@ -77,10 +77,10 @@ NameResolver = Callable[[str], str | None]
 
 
 class PointerFile(NamedTuple):
-    """Content of a pointer file, or the error that prevented reading it.
+    """Content of a pointer file, or the error that occurred when it was read.
 
     Attributes:
-        is_complete: Whether the file was read to its end.
+        is_complete: Whether the complete file was read. Only the start of a large file is read.
     """
 
     content: str = ""
@@ -167,7 +167,7 @@ class Pointers:
                 _raise_if_unreadable(path / TRAINER_STATE, state.error)
 
     def iterate_dangling_notes(self) -> Iterator[str]:
-        """Yield a message for each pointer file whose checkpoint no longer exists."""
+        """Yield a message for each pointer file that names a checkpoint that no longer exists."""
         names = [item.name for item in self._list_checkpoint_paths()]
         resolve_name = build_name_resolver(self.root, names)
         for file, pointer in self.files.items():
@@ -192,7 +192,7 @@ def _raise_if_unreadable(path: TreePath, error: CkptError | None) -> None:
 
 
 class Claim(NamedTuple):
-    """Claim on a checkpoint by name, or by a *text* that may mention it in several ways.
+    """Claim on a checkpoint, by its name or by a *text* from which the checkpoint is looked up.
 
     If the protection's effect is ``stays``, the reason is the file or link that names the
     checkpoint.
@@ -262,7 +262,7 @@ class CheckpointProtection(NamedTuple):
     Attributes:
         pinned: Files and links that name the checkpoint. If there are any, it stays, and the rules
             count it.
-        exempt: Reason to leave the checkpoint alone, or an empty string.
+        exempt: Reason to leave the checkpoint alone, or an empty string if it is not left alone.
     """
 
     pinned: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Removal of the checkpoints that no rule keeps.
+"""Removal of checkpoints that no retention rule keeps, or of checkpoints of given steps.
 
 :func:`plan_prune` selects checkpoints by a retention policy, :func:`plan_discard` and
 :func:`plan_delete` by step. Planning changes nothing. :func:`run_prune` executes a plan under a
@@ -480,7 +480,7 @@ def _build_prune_decision(
 def run_prune(plan: PrunePlan) -> PruneResult:
     """Execute *plan*, from the oldest to the newest checkpoint.
 
-    A plan with nothing to remove only empties the trash.
+    If the plan removes nothing, only the trash is emptied.
     """
     done_names: list[str] = []
     failed: dict[str, CkptError] = {}

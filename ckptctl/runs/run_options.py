@@ -147,7 +147,7 @@ class PruneOptions(KeepOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check all values, and that `min_age` is only set with `include_incomplete`."""
+        """Check all values, and raise if `min_age` is set without `include_incomplete`."""
         super().__post_init__()
         if not self.include_incomplete and self.min_age != parse_duration(DEFAULT_MIN_AGE):
             raise UsageError(

@@ -18,7 +18,7 @@ from ckptctl.tree import TreePath, UrlPath
 
 
 class Deletion(Protocol):
-    """Deletion of checkpoints from a locked run."""
+    """Deletion of checkpoints from a run folder that is locked for this purpose."""
 
     @property
     def folder(self) -> TreePath:
@@ -36,7 +36,7 @@ class Deletion(Protocol):
         """Delete the entry *name* if it has *identity*, unless *recheck* raises an error."""
 
     def list_left_in_trash(self) -> list[str]:
-        """List the entries that are still in the trash."""
+        """List the names of deleted entries that are still in the trash."""
 
 
 class RunStore(Protocol):
@@ -56,10 +56,10 @@ class RunStore(Protocol):
         """Return whether a save may use *name*, because no checkpoint of that name can exist."""
 
     def list_unfinished_saves(self) -> list[str]:
-        """List checkpoints that an interrupted save may have written partially."""
+        """List the names of checkpoints that an interrupted save may have written partially."""
 
     def list_leftovers(self) -> list[str]:
-        """List entries whose removal was interrupted."""
+        """List the names of entries whose removal was interrupted."""
 
     def remove_leftovers(self) -> None:
         """Remove the leftovers of an interrupted prune."""

@@ -121,7 +121,7 @@ def plan_thinning(checkpoint: Checkpoint) -> ThinningPlan | str:
 
 
 def run_thinning(thinning: ThinningPlan, deletion: TwoPhaseDelete) -> None:
-    """Execute *thinning* and move removed files to the trash."""
+    """Remove the optimizer state that *thinning* lists. Removed files are moved to the trash."""
     if not thinning.files:
         _rewrite_checkpoint(thinning, deletion)
         return

@@ -1,7 +1,7 @@
 """Add the missing global ``.metadata`` to a rank-local DCP directory, without moving tensors.
 
 :func:`plan_metadata` verifies that the ranks' files form a complete checkpoint and writes nothing.
-:func:`run_metadata` adds the one file atomically. Any world size can then load the checkpoint.
+:func:`run_metadata` writes ``.metadata`` atomically. Any world size can then load the checkpoint.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class MetadataResult(Result, order=f"{RESULT_FIELDS} notes"):
 
     @property
     def target(self) -> Path:
-        """Path of the written file."""
+        """Path of the written ``.metadata`` file."""
         return self.plan.target
 
 

@@ -369,7 +369,7 @@ def is_case_sensitive(folder: Path) -> bool:
 
 
 def measure_clock_skew(folder: Path) -> float:
-    """Return the seconds by which the file system's clock is ahead of the local clock."""
+    """Measure by how many seconds the file system's clock is ahead of the local clock."""
     path = folder / "clock"
     path.touch()
     return path.stat().st_mtime - time.time()

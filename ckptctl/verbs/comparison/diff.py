@@ -141,7 +141,7 @@ def _is_ignored(difference: TensorDifference, options: DiffOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SideSource:
-    """One of the two checkpoints, and the options for opening it."""
+    """One of the two checkpoints to compare, and the options for opening it."""
 
     side: str
     path: str | TreePath

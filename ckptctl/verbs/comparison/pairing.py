@@ -1,4 +1,4 @@
-"""Pairs of tensors to compare, across layouts."""
+"""Selection of the pairs of tensors to compare, across layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_SELECTED = "not selected"
 
 @dataclass(frozen=True, slots=True)
 class ComparedSelection:
-    """Names to compare, selected by globs. An empty *include* selects all."""
+    """Globs that select the names to compare. An empty *include* selects all names."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -46,7 +46,7 @@ class ComparedSelection:
         return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def require_matches(self, names: Collection[str]) -> None:
-        """Raise if a glob matches nothing."""
+        """Raise if one of the globs matches none of *names*."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
                 raise unmatched_pattern_error([glob], sorted(names))
@@ -57,7 +57,7 @@ class Pair:
     """Tensor of checkpoint A, and the tensors of B that it is compared with.
 
     Attributes:
-        composed: Composition of the tensor from tensors of B, in A's layout.
+        composed: The tensor in A's layout, composed of tensors from B.
         sources: Names of these tensors in B.
         dtype: Dtype in B as named by torch. If B uses several dtypes, they are separated by
             commas.
@@ -71,7 +71,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Pairs of tensors and of non-tensor values, and a description of each side."""
+    """Pairs of tensors and non-tensor values to compare, and a description of each checkpoint."""
 
     pairs: tuple[Pair, ...]
     leaves: tuple[tuple[str, str], ...]

@@ -147,7 +147,7 @@ class WindowComparer:
         )
 
     def _fill_buffers(self, plan: Plan, buffers: list[bytearray]) -> int:
-        """Read a plan into *buffers* and return the number of bytes read."""
+        """Read the data of *plan* into *buffers*, and return the number of bytes read."""
         for file, identity in plan.sources.items():
             if self.identities.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)

@@ -126,7 +126,7 @@ class LazyValues(Mapping[str, object]):
 
 
 def _require_plain_value(blob: Blob, value: object, where: TreePath) -> None:
-    """Raise if *value* contains tensors or unknown classes."""
+    """Raise if the non-tensor value contains tensors or objects of unknown classes."""
     kinds = (StoredTensor, Inert, Global)
     unsupported = next((part for part in walk_values(value) if isinstance(part, kinds)), None)
     if unsupported is None:

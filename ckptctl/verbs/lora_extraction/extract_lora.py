@@ -529,7 +529,7 @@ def build_adapter_config(
         keys: Names of all tensors in the model.
         saved_modules: Modules that the adapter stores in full.
         stacks: LoRA rank of each parameter that contains stacked experts, by parameter name.
-        experts: Whether the model has stacked experts.
+        experts: Whether the model has experts that transformers stacks in one tensor.
         generates: Whether the model generates text.
     """
     single = {module for module in ranks if experts and needs_parameter_target(module)}

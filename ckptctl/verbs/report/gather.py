@@ -310,7 +310,7 @@ class ChunkMapper:
     """Builder of the chunk maps in a report, which limits the number of chunks.
 
     Attributes:
-        chunks: Number of stored boxes omitted because of the limits.
+        chunks: Number of stored boxes that were omitted because of the limits.
         holes: Number of missing boxes omitted because of the limits.
     """
 

@@ -1,6 +1,7 @@
 """Comparison of a checkpoint's data with all recorded checksums, and search for NaN and Inf.
 
-Bytes without a checksum are counted separately, since only their structure can be checked.
+Bytes without a recorded checksum are counted separately, since only their byte ranges and headers
+can be checked.
 """
 
 from __future__ import annotations
@@ -483,7 +484,7 @@ class VerifiedBytes:
         self._spans: Mapping[str, Intervals] = spans
 
     def count_bytes_by_file(self) -> dict[str, int]:
-        """Return the number of verified bytes by file."""
+        """Return the number of bytes that match a checksum, by file name."""
         return {
             file: sum(end - start for start, end in spans_of_file)
             for file, spans_of_file in self._spans.items()
