@@ -136,7 +136,7 @@ def make_quiet_option(text: str) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of the program.
+    """Command of the program, with the function that runs it.
 
     Attributes:
         run: Function of the command. Its docstring is the help text. A parameter annotated with

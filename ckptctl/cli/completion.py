@@ -1,4 +1,4 @@
-"""Shell completion, which never prints errors and ends after two seconds.
+"""Shell completion, which prints no errors and stops after two seconds.
 
 The scripts that ``--show-completion`` prints call the program with ``_CKPTCTL_COMPLETE`` set. The
 program then prints one completion per line.

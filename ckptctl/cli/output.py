@@ -1,4 +1,4 @@
-"""All output of the command line: tables, JSON, messages and errors.
+"""Output of the command line, such as tables, JSON, messages and errors.
 
 Results go to stdout, everything else to stderr. A terminal gets columns that fit, and color unless
 ``NO_COLOR`` or ``TERM=dumb`` is set. A pipe or file gets the same facts tab-separated, in full and

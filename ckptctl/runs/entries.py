@@ -30,7 +30,7 @@ STATE_SUFFIXES = (
 INITIAL_WEIGHTS = "release"
 """Name of the folder in which Megatron stores initial weights, which have no step."""
 MAX_SHOWN_RUNS = 3
-"""Maximum number of runs that an error message lists."""
+"""Maximum number of run folders that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)

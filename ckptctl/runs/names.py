@@ -53,7 +53,7 @@ class CheckpointName:
 
 
 def parse_name(name: str) -> CheckpointName | None:
-    """Parse the name of a checkpoint, or return None for any other name."""
+    """Parse the name of a checkpoint, or return None if *name* is not such a name."""
     if match := _COUNTED.fullmatch(name):
         return CheckpointName(match[1], (int(match[2]),))
     if match := _OLMO.fullmatch(name):

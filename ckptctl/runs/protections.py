@@ -257,7 +257,7 @@ class Protection:
 
 
 class CheckpointProtection(NamedTuple):
-    """Protection of one checkpoint.
+    """Reasons why one checkpoint is protected against removal.
 
     Attributes:
         pinned: Files and links that name the checkpoint. If there are any, it stays, and the rules

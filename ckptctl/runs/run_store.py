@@ -44,7 +44,7 @@ class RunStore(Protocol):
 
     @property
     def root(self) -> TreePath:
-        """Path of the folder."""
+        """Path of the run folder."""
 
     def require_changeable(self) -> None:
         """Raise if files in this folder cannot be removed."""

@@ -39,7 +39,7 @@ OUTDATED_FILES = ADDED_FILES - {RUN_FILE}
 """Names of files that a rewritten checkpoint omits, because they describe the old checkpoint."""
 _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _STATE_KEYS = frozenset({"state", "states", "param_groups"})
-"""Keys of an optimizer's state dict (``torch/optim/optimizer.py``)."""
+"""Top-level keys of an optimizer's state dict (``torch/optim/optimizer.py``)."""
 _STATE_SLOTS = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
     | {"exp_inf", "exp_avg_diff", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum"}

@@ -1,4 +1,4 @@
-"""Descriptions of known formats: detection, completeness and tests."""
+"""Descriptions of known formats, such as how they are detected and were tested."""
 
 from __future__ import annotations
 

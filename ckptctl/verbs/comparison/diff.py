@@ -166,7 +166,7 @@ def _build_option_names(side: str) -> dict[str, str]:
 
 
 def _open_both(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
-    """Open both checkpoints, and dequantize them if requested."""
+    """Open both checkpoints, and dequantize their tensors if *options* request this."""
     kind, rules, dtype = options.model_type, options.rules, options.dequantize
     sources = (
         _SideSource("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),

@@ -1,4 +1,4 @@
-"""Lazy state dicts, whose elements are read on access."""
+"""Lazy state dicts, which read tensor elements only when a handle is sliced."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ LAYOUTS_BY_SUFFIX: dict[
 
 @dataclass(frozen=True, slots=True)
 class SelectedTensor:
-    """Tensor or slice to extract."""
+    """Tensor or slice to extract, with its name and dtype in the output file."""
 
     name: str
     dtype: str

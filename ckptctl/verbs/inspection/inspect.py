@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint: its tensors, model, and missing data, as known from its index.
+"""Inspection of the tensors, model and missing data of a checkpoint, based on its index.
 
 Only ``stats=True`` reads tensor data, and only then is torch imported.
 """
@@ -262,7 +262,7 @@ def _iterate_model_notes(model: Model, model_type: str | None) -> Iterable[str]:
 def describe_contents(
     path: str, catalog: Catalog, statistics: Mapping[str, Statistics]
 ) -> Inspection:
-    """Describe the contents of *catalog* without recognizing the model."""
+    """Describe the contents of *catalog*, but do not try to recognize the model type."""
     quantized, index_problems = survey_leniently(catalog), list_index_findings(catalog)
     problems = _get_problems_by_text(index_problems, catalog)
     notes = [*catalog.notes, *_iterate_unread_notes(catalog)]

@@ -1,1 +1,1 @@
-"""Extraction of LoRA adapters from two models."""
+"""Extraction of a LoRA adapter from a base model and a fine-tuned model."""

@@ -69,7 +69,7 @@ class ReadBlock(NamedTuple):
 
 
 class PackedItem(NamedTuple):
-    """Compressed item in a virtual file.
+    """Compressed write item, which is read as a virtual file with uncompressed bytes.
 
     Reading any element decompresses the complete item, which verifies the checksum of the
     compressed data.

@@ -39,7 +39,7 @@ def check_structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator
 
 
 def check_index(catalog: Catalog) -> Iterator[Finding]:
-    """Yield findings about the index, in addition to those from reading it."""
+    """Yield findings about the index that were not already found when it was read."""
     if not catalog.tensors:
         yield Finding("the checkpoint contains no tensors", severity="unknown", basis="index")
     unread = _list_unread_files(catalog)

@@ -329,7 +329,7 @@ def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
 
 
 def _list_checksum_files(catalog: Catalog) -> tuple[str, ...]:
-    """List the existing checksum lists that level ``full`` compares with."""
+    """List the existing checksum lists with which level ``full`` compares files."""
     root = catalog.root
     uses_manifest = not catalog.path.is_file()
     uses_manifest = uses_manifest and not any(
