@@ -429,10 +429,10 @@ def abbreviate_names(names: Sequence[str]) -> str:
 
 
 def _find_stem(name: str) -> str:
-    """Return the stem that groups *name* with similar names.
+    """Return the name component that groups *name* with similar names in a message.
 
-    The stem is the first later component that begins with ``_``, such as ``_extra_state``, or else
-    the first component.
+    This is the first component after the start that begins with ``_``, such as ``_extra_state``,
+    or else the first component.
     """
     first, *later_parts = (part.partition("/")[0] for part in name.split("."))
     return next((part for part in later_parts if part.startswith("_")), first)

@@ -87,21 +87,21 @@ class _TorchRanks:
         self.failure_is_shared = False
 
     def all_gather(self, value: T) -> list[T]:
-        """See :class:`Coordinator`."""
+        """Return the values of all ranks, in rank order."""
         gathered = self._group.all_gather(value)
         self.failure_is_shared = self.failure_is_shared or any(map(_has_failure, gathered))
         return gathered
 
     def gather(self, value: T) -> list[T] | None:
-        """See :class:`Coordinator`."""
+        """Return the values of all ranks on rank 0, or None on other ranks."""
         return self._group.gather(value)
 
     def broadcast(self, value: T | None) -> T:
-        """See :class:`Coordinator`."""
+        """Return the value of rank 0 on every rank."""
         return self._group.broadcast(value)
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """See :class:`Coordinator`."""
+        """Return this rank's element of *values*, which only rank 0 passes."""
         received = self._group.scatter(values)
         self.failure_is_shared = self.failure_is_shared or _has_failure(received)
         return received

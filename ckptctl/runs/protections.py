@@ -226,7 +226,7 @@ class RunView:
 
     @property
     def names(self) -> list[str]:
-        """Names of finished checkpoints that are not links."""
+        """Names of the checkpoints that are neither unfinished saves nor links."""
         return [
             checkpoint.name
             for checkpoint in self.real_checkpoints

@@ -29,7 +29,7 @@ def parse_duration(value: float | str) -> float:
 
 
 def check_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Check metric names, which need a direction unless they end in ``loss`` or ``accuracy``."""
+    """Check metric names. A name needs a direction unless it ends in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import BestRule
 
     texts = checks.check_globs(value)

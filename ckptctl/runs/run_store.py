@@ -84,31 +84,31 @@ class LocalRun:
         self.root: Path = root
 
     def require_changeable(self) -> None:
-        """See :class:`RunStore`."""
+        """Raise if files in this folder cannot be removed."""
 
     def refresh_listing(self) -> None:
-        """See :class:`RunStore`."""
+        """Discard cached listings, so that the folder is listed again on the next access."""
 
     def is_name_free(self, name: str) -> bool:
-        """See :class:`RunStore`."""
+        """Return whether a save may use *name*, because no checkpoint of that name can exist."""
         path = self.root / name
         return not os.path.lexists(path) or is_empty_folder(path)
 
     def list_unfinished_saves(self) -> list[str]:
-        """See :class:`RunStore`."""
+        """List the names of checkpoints that an interrupted save may have written partially."""
         items = self.root.iterdir() if self.root.is_dir() else ()
         return [name for item in items if (name := parse_staging_name(item.name))]
 
     def list_leftovers(self) -> list[str]:
-        """See :class:`RunStore`."""
+        """List the names of entries whose removal was interrupted."""
         return two_phase_delete.list_trash_leftovers(self.root)
 
     def remove_leftovers(self) -> None:
-        """See :class:`RunStore`."""
+        """Remove the leftovers of an interrupted prune."""
         two_phase_delete.remove_empty_trash(self.root)
 
     def replace_file(self, name: str, content: bytes, *, sync: bool) -> None:
-        """See :class:`RunStore`."""
+        """Write a small file atomically, replacing any existing file."""
         target = self.root / name
         temporary_path = target.with_name(f".{target.name}.tmp")
         trash.delete_permanently(temporary_path)
@@ -116,7 +116,7 @@ class LocalRun:
         temporary_path.replace(target)
 
     def create_file(self, name: str, content: bytes) -> None:
-        """See :class:`RunStore`."""
+        """Write a small file, or do nothing if it exists already."""
         target = self.root / name
         with wrap_os_errors("create", self.root):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class LocalRun:
                 temporary_path.unlink()
 
     def lock_for_deletion(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
-        """See :class:`RunStore`."""
+        """Lock the run for deletion and finish deletions that were interrupted."""
         return two_phase_delete.lock_for_deletion(self.root)
 
 

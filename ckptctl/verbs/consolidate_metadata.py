@@ -147,7 +147,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
 
 
 def run_metadata(plan: MetadataPlan) -> MetadataResult:
-    """Write the metadata file of *plan* atomically."""
+    """Write the ``.metadata`` file of *plan* atomically."""
     start = time.monotonic()
     _require_no_metadata(plan.source)
     _require_unchanged(plan)

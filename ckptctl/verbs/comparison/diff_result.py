@@ -63,7 +63,7 @@ class TensorDifference(Result, order="name sources kinds"):
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """Non-tensor value that differs."""
+    """Non-tensor value that differs between the two checkpoints."""
 
     name: Annotated[str, JsonField("name in A")]
     a: Annotated[str, JsonField("value in A, shortened")]

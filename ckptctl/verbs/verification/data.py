@@ -69,7 +69,7 @@ class ReadBlock(NamedTuple):
 
 
 class PackedItem(NamedTuple):
-    """Compressed write item, which is read as a virtual file with uncompressed bytes.
+    """Compressed item with tensor data, which is read as a virtual file of uncompressed bytes.
 
     Reading any element decompresses the complete item, which verifies the checksum of the
     compressed data.

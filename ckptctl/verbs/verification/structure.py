@@ -29,7 +29,7 @@ _Ranges = list[tuple[int, int, str, str]]
 
 
 def check_structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
-    """Yield findings from the index and the first bytes of files.
+    """Yield findings that the index and the first bytes of files show.
 
     If *index_passed* is true, an equal index has already passed, so only files are checked.
     """

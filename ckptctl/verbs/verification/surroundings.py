@@ -173,7 +173,7 @@ def _normalize_numbers(name: str) -> str:
 
 
 def _check_pointers(folder: TreePath) -> Iterator[Finding]:
-    """Yield findings about pointers to saves that do not exist."""
+    """Yield findings about pointer files in *folder* that name a save that does not exist."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
         if not pointer.is_file():
