@@ -1,1 +1,1 @@
-"""Pure planning: boxes, axis tables, configs, shards and copies. No files, no torch, no clock."""
+"""Planning of conversions, shards and retention, without access to files, torch or a clock."""

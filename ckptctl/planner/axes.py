@@ -1,4 +1,4 @@
-"""Axis sizes: solved from the shapes of all tensors, cross-checked with the configuration."""
+"""Axis sizes, solved from tensor shapes and checked against the configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 def list_adjacent_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
-    """List the runs of axes in *before* that are also neighbors in *after*, in the same order."""
+    """Split the axis groups of *before* into the longest runs that *after* also keeps together."""
     follows = {pair for group in after for pair in pairwise(group)}
     runs: list[Axes] = []
     for group in before:
@@ -31,12 +31,12 @@ def list_adjacent_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Ax
 
 @dataclass(frozen=True, slots=True)
 class ObservedShape:
-    """The shape of a stored tensor whose place in a layout is known.
+    """Shape of a stored tensor that was matched to a tensor of a layout.
 
     Attributes:
         key: Key of the tensor, for messages.
-        stored: The axes of the tensor in the layout.
-        shape: The shape of the tensor.
+        stored: The tensor of the layout, which names the axes of each dimension.
+        shape: Shape of the stored tensor.
     """
 
     key: str
@@ -44,7 +44,10 @@ class ObservedShape:
     shape: tuple[int, ...]
 
     def iterate_equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
-        """Yield ``(dimension, terms, size)``, where products of axes (terms) add up to *size*."""
+        """Yield ``(dimension, terms, size)`` equations for the axis sizes of this tensor.
+
+        Each term is a group of axes. The products of all terms add up to *size*.
+        """
         leaves = self.stored.leaves
         joined = leaves[0].part is not None
         for dim, size in enumerate(self.shape):
@@ -60,15 +63,15 @@ class AxisSizes:
     """Known sizes of axes.
 
     Attributes:
-        axes: Size of each axis that is known.
-        products: Sizes of groups of axes whose individual sizes are unknown.
+        axes: Size of each axis, by name. Axes of unknown size are missing.
+        products: Product of the sizes of each group of axes whose individual sizes are unknown.
     """
 
     axes: Mapping[str, int]
     products: Mapping[Axes, int]
 
     def find_size(self, group: Axes) -> int | None:
-        """Return the size of a group of atomic axes, or None if it is unknown."""
+        """Return the product of the sizes of atomic axes, or None if it is unknown."""
         unknown = tuple(axis for axis in group if axis not in self.axes)
         rest_size = self.products.get(unknown) if unknown else 1
         if rest_size is None:
@@ -77,7 +80,7 @@ class AxisSizes:
 
 
 class _AxisSolver:
-    """Solver of ``product(axes) == size`` equations, each of which gives one unknown size."""
+    """Solver that computes unknown axis sizes from ``product(axes) == size`` equations."""
 
     def __init__(self, family: Family, configured_sizes: Mapping[str, int]) -> None:
         self.family = family
@@ -91,7 +94,7 @@ class _AxisSolver:
         self._use_composite_sizes()
 
     def _use_composite_sizes(self) -> None:
-        """Solve for the parts of composite axes whose sizes are configured."""
+        """Solve for the factors of each composite axis whose size the configuration contains."""
         for axis, parts in self.family.composite.items():
             size = self.configured_sizes.get(axis)
             if size is not None and self.solve_product(parts, size) is False:
@@ -138,7 +141,11 @@ class _AxisSolver:
         return True
 
     def solve_sum(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
-        """Solve ``sum of products == value``, and return the same as :meth:`solve_product`."""
+        """Solve for the unknown axis, given that the products of *terms* add up to *value*.
+
+        Returns:
+            The same values as :meth:`solve_product`.
+        """
         known_sizes = AxisSizes(self.sizes, self.products)
         sizes = [known_sizes.find_size(term) for term in terms]
         unexplained_size = value - sum(size for size in sizes if size is not None)
@@ -206,7 +213,7 @@ class _AxisSolver:
         )
 
     def _describe_origin(self, axis: str) -> str:
-        """Return the tensor or config field that determines *axis*, or an empty string."""
+        """Describe the tensor or config field that determines *axis*, or return an empty string."""
         if axis in self.origins:
             return self.origins[axis]
         if axis in self.configured_sizes:

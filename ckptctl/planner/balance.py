@@ -1,10 +1,10 @@
 """Deterministic distribution of work among ranks, processes and files, balanced by bytes.
 
-Chunks in the memory of ranks are assigned as units. The copies of a plan from file to file are laid
-end to end, in the order of the output files, and this sequence of bytes is divided into ranges of
-equal length. Bytes of files can be divided anywhere and read by any process. Shares therefore
-differ by less than a tile, each cut gives at most one file two writers, and every process reads and
-writes sequentially.
+A chunk in the memory of ranks is assigned to one rank. The file-to-file copies of a plan are
+concatenated in the order of the output files, and the resulting byte sequence is divided into
+ranges of equal length, one per process. This is possible because any process can read any byte of a
+file. The shares differ by less than a tile, each boundary between two ranges adds a second writer
+to at most one file, and every process reads and writes sequentially.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_FILE_BYTES = 128 << 20
 DEFAULT_SHARD_COUNT = 16
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 256_000_000, 5_000_000_000
 LIMIT_STEP_DIVISOR = 64
-"""A shard limit grows by 1 / 64 at a time until there are few enough files."""
+"""Divisor of a shard limit that gives the step by which the limit is increased."""
 
 
 def assign_chunks(
@@ -42,13 +42,13 @@ def assign_chunks(
     small_bytes: int = SMALL_CHUNK_BYTES,
     initial_loads: Sequence[int] = (),
 ) -> list[int]:
-    """Assign each chunk to one of the ranks that hold it, and return the rank of each.
+    """Assign each chunk to one of the ranks that have it, and return the assigned ranks.
 
     Args:
-        chunks: Size of each chunk in bytes, and the ranks that hold it, in order.
+        chunks: Size of each chunk in bytes, and the ranks that have it in memory.
         ranks: Number of ranks.
-        small_bytes: Size in bytes below which chunks of the same ranks stay together.
-        initial_loads: Bytes that each rank has to write anyway, or empty for none.
+        small_bytes: Size in bytes below which chunks are collected on as few ranks as possible.
+        initial_loads: Bytes that each rank must write in addition, or empty if there are none.
     """
     loads = list(initial_loads) or [0] * ranks
     chosen_ranks = [-1] * len(chunks)
@@ -79,9 +79,9 @@ def assign_chunks(
 
 
 class _CandidateRanks:
-    """Ranks that hold the same chunks, ordered by load.
+    """Ranks that have the same chunks in memory, ordered by the bytes assigned to them.
 
-    *loads* is shared with other instances, and its values only grow.
+    Instances share *loads*, the bytes assigned to each rank. These values never decrease.
     """
 
     def __init__(self, ranks: tuple[int, ...], loads: list[int]) -> None:
@@ -92,7 +92,7 @@ class _CandidateRanks:
         heapify(self._heap)
 
     def find_least_loaded(self) -> int:
-        """Return the least loaded rank, the lowest number of several."""
+        """Return the rank with the fewest assigned bytes, or the lowest such rank."""
         heap, loads = self._heap, self._loads
         while heap[0][0] != loads[heap[0][1]]:
             rank = heap[0][1]
@@ -100,7 +100,10 @@ class _CandidateRanks:
         return heap[0][1]
 
     def find_first_below_share(self, nbytes: int, fair_share: int) -> int:
-        """Return the first rank that stays within *fair_share* bytes, or the least loaded rank."""
+        """Return the first rank that can take *nbytes* more bytes within its fair share.
+
+        If no rank can, return the least loaded rank.
+        """
         while self._full_count < len(self._ranks):
             rank = self._ranks[self._full_count]
             if self._loads[rank] + nbytes <= fair_share:
@@ -115,7 +118,7 @@ def compute_piece_limit(nbytes: int, ranks: int) -> int:
 
 
 def compute_fine_piece_limit(nbytes: int, ranks: int) -> int:
-    """Return a smaller limit, for plans that :func:`compute_piece_limit` leaves uneven."""
+    """Return a smaller limit, for loads that are uneven with :func:`compute_piece_limit`."""
     min_bytes = max(MIN_FINE_PIECE_BYTES, nbytes // MAX_FINE_PIECES)
     fine = max(min_bytes, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
     return min(compute_piece_limit(nbytes, ranks), fine)
@@ -145,7 +148,10 @@ def split_box(box: Box, nbytes: int, limit: int) -> list[Box]:
 
 
 def count_output_files(nbytes: int, threads: int) -> int:
-    """Return the number of output files for *nbytes*, one per thread and none of them small."""
+    """Return the number of output files for *nbytes*, at most one per thread.
+
+    Several files have at least :data:`MIN_FILE_BYTES` on average.
+    """
     return max(1, min(threads, nbytes // MIN_FILE_BYTES))
 
 
@@ -153,7 +159,7 @@ def choose_shard_limit(sizes: Sequence[tuple[str, int]], single_file_limit: int)
     """Return the default shard size of a conversion, in bytes.
 
     The limit depends only on sizes, not on cores, so that equal inputs give equal bytes on every
-    machine. Sixteen files keep sixteen threads busy. A seventeenth would be written after them.
+    machine. It avoids a seventeenth file, which sixteen threads could only write after the others.
 
     Args:
         sizes: Name and bytes of each tensor.
@@ -170,7 +176,7 @@ def choose_shard_limit(sizes: Sequence[tuple[str, int]], single_file_limit: int)
 
 
 def group_into_shards(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Group names into shards of at most *limit* bytes, in order.
+    """Group tensor names into shards of at most *limit* bytes, in the order of *sizes*.
 
     This follows ``huggingface_hub.split_torch_state_dict_into_shards``. The first tensor that does
     not fit closes a shard, and a tensor above the limit gets a separate shard.
@@ -204,12 +210,12 @@ def group_names_by_file(
 
 @dataclass(frozen=True, slots=True)
 class WorkRange:
-    """A byte range of one transfer, raw copy or check, in buffer positions.
+    """A range of the bytes that one transfer, raw copy or check copies or reads.
 
     Attributes:
-        first: First byte.
-        end: End, exclusive.
-        total: Size of the complete transfer, copy or check.
+        first: Offset of the first byte.
+        end: Offset of the end, exclusive.
+        total: Bytes of the complete transfer, raw copy or check.
     """
 
     first: int
@@ -219,15 +225,15 @@ class WorkRange:
     def covers_position(self, position: int) -> bool:
         """Return whether the tile that starts at byte *position* is in the range.
 
-        Tiles that read sources again for checksums follow all other tiles. Their positions, from
-        :attr:`total` on, count from 0 again.
+        Tiles that read sources a second time for checksums follow all other tiles. Their positions
+        start at :attr:`total` and are compared modulo :attr:`total`.
         """
         return self.first <= position % self.total < self.end
 
 
 @dataclass(frozen=True, slots=True)
 class WorkShare:
-    """The work of one process.
+    """The share of a plan that one process executes.
 
     Attributes:
         ranges: Byte range of each transfer, raw copy or check, by its number in :class:`Plan`.
@@ -241,7 +247,10 @@ class WorkShare:
         return sum(work_range.end - work_range.first for work_range in self.ranges.values())
 
     def iterate_tiles(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
-        """Yield the *tiles* of transfer, copy or check *number* in this share, with indices."""
+        """Yield the index and tile of each of *tiles* that this process executes.
+
+        *number* is the number of their transfer, raw copy or check in :class:`Plan`.
+        """
         work_range = self.ranges.get(number)
         if work_range is None:
             return
@@ -253,14 +262,14 @@ class WorkShare:
 
 
 def group_work_by_file(plan: Plan, checks: bool) -> list[list[int]]:
-    """Group the transfers, copies and checks of a plan by file, in the order of files.
+    """Group the numbers of transfers, raw copies and checks by the file that they write or check.
 
     Args:
         plan: The plan.
         checks: Whether to include the ranges that are read only for checksums.
 
     Returns:
-        For each file the numbers of its transfers, copies and checks, as in :class:`Plan`.
+        The numbers for each file, as in :class:`Plan`.
     """
     numbers_by_file: dict[str, list[int]] = {}
     for index, transfer in enumerate(plan.transfers):
@@ -274,7 +283,7 @@ def group_work_by_file(plan: Plan, checks: bool) -> list[list[int]]:
 
 
 def compute_work_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkShare:
-    """Compute the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
+    """Compute the share of *plan* that *rank* executes. All shares add up to the plan."""
     numbers = [number for lane in group_work_by_file(plan, checks) for number in lane]
     sizes = [count_work_bytes(plan, number) for number in numbers]
     total = sum(sizes)
@@ -290,7 +299,7 @@ def compute_work_share(plan: Plan, checks: bool, rank: int, ranks: int) -> WorkS
 
 
 def count_work_bytes(plan: Plan, number: int) -> int:
-    """Count the bytes of transfer, copy or check *number*, without repeated reads for checksums."""
+    """Count the bytes of a transfer, raw copy or check, without repeated reads for checksums."""
     if number < len(plan.transfers):
         return plan.transfers[number].nbytes
     if number < plan.first_check_number:

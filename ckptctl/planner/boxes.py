@@ -34,9 +34,9 @@ class Coverage:
     """Defects of a set of boxes. All fields are empty if the boxes tile the tensor.
 
     Attributes:
-        holes: Disjoint boxes that no box covers.
-        overlaps: Boxes that are covered more than once.
-        outside: Boxes that exceed the tensor, or have a different number of dimensions.
+        holes: Disjoint regions of the tensor that no box covers.
+        overlaps: Regions of the tensor that several boxes cover.
+        outside: Boxes that are out of bounds or have another number of dimensions than the tensor.
     """
 
     holes: tuple[Box, ...] = ()
@@ -78,10 +78,10 @@ def compute_coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
 
 
 def check_coverage(entry: TensorEntry) -> None:
-    """Require that the extents of *entry* tile it.
+    """Require that the stored chunks of *entry* cover each of its elements exactly once.
 
     Raises:
-        CoverageError: Elements are missing.
+        CoverageError: No chunk covers some of the elements.
         UnsupportedError: The tensor cannot be read, or chunks overlap or exceed it.
     """
     where = f"tensor `{entry.name}`, shape {list(entry.shape)}"
@@ -136,7 +136,7 @@ def intersect_boxes(a: Box, b: Box) -> Box | None:
 
 
 def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
-    """Yield *pieces* boxes of nearly equal size along dimension 0 (at most one per row)."""
+    """Split a tensor of *shape* into *pieces* boxes of nearly equal size along dimension 0."""
     rows, rest = divmod(shape[0], pieces)
     start = 0
     for index in range(pieces):
@@ -159,7 +159,7 @@ def _are_all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
 def _group_by_dimension(
     offsets: Iterable[Vector], sizes: Iterable[Vector]
 ) -> list[tuple[Vector, Vector]]:
-    """Transpose *offsets* and *sizes* of all boxes to one pair of vectors per dimension."""
+    """Convert the *offsets* and *sizes* of each box to those of all boxes in each dimension."""
     return list(zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True))
 
 
@@ -179,9 +179,9 @@ def _to_box(spans: Spans) -> Box:
 
 
 def _is_exact_tiling(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
-    """Return whether all *boxes* but the last one tile the last one.
+    """Return whether the last of *boxes* is tiled exactly by all preceding ones.
 
-    Boxes are pairs of offsets and sizes. None of them is empty.
+    Boxes are pairs of offsets and sizes, and must not be empty.
     """
     corners = _list_corners(boxes)
     if corners is None:
@@ -197,8 +197,8 @@ def _list_corners(
 ) -> tuple[list[list[int]], list[list[int]]] | None:
     """Return the positive and the negative corners of *boxes*, or None if there are too many.
 
-    A corner is encoded as one number with the coordinates as digits. Each list has one corner of
-    every box. The last box is the whole tensor. Dimensions that every box spans are skipped.
+    Each inner list contains one corner of every box, with its coordinates encoded as the digits of
+    one number. The last box is the complete tensor. Dimensions that every box spans are skipped.
     """
     columns = [
         (starts, sizes)
@@ -227,7 +227,7 @@ def _shift_corners(
 
 
 def _find_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
-    """Yield ``("hole" | "overlap", spans)`` for each defect of *boxes* in *region*."""
+    """Yield each defect of *boxes* in *region*, as ``"hole"`` or ``"overlap"`` and its spans."""
     # Each item also has the dimension to split next, and the number of dimensions tried since the
     # last split. The depth of a spiral is its number of boxes, so this must not recurse.
     stack = [(region, boxes, 0, 0)]
@@ -251,7 +251,11 @@ def _find_defects(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, 
 def _split_into_slabs(
     region: Span, boxes: Sequence[Spans], dim: int
 ) -> Iterator[tuple[Span, list[Spans]]]:
-    """Split *region* along *dim* at positions that no box crosses. Slabs without boxes are gaps."""
+    """Split *region* along *dim* at positions that no box crosses.
+
+    Yields:
+        The span of each slab, and its boxes, empty for a gap.
+    """
     position, end = region
     slab_boxes: list[Spans] = []
     reach = position

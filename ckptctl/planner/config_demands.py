@@ -1,4 +1,4 @@
-"""Optional tensors that a config.json requires because it describes their component or layer."""
+"""Detection of optional tensors that config.json requires, by component and layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 LAYER_INDEX = "i"
-"""The index of the layers that config.json counts. MTP layers after them have another index."""
+"""Index of the decoder layers that config.json counts. MTP layers have another index."""
 
 
 def find_required_tensors(
@@ -27,10 +27,10 @@ def find_required_tensors(
     Args:
         family: The model type.
         config: config.json, or None if nothing is required.
-        matched: The keys of the model, for numbers of layers that *config* does not state.
+        matched: Matched keys of the model, from which layers are counted if *config* has no count.
 
     Returns:
-        Logical tensors with the values of their indices.
+        The names of the required logical tensors, with index values.
 
     Raises:
         MappingError: A number of layers in *config* is invalid.
@@ -54,7 +54,10 @@ def find_required_tensors(
 def _iterate_required_indices(
     demand: Demand, tensor: LogicalTensor, values: Json, sizes: Mapping[str, int]
 ) -> Iterator[IndexValues]:
-    """Yield the index values at which *demand* requires *tensor* (the last one is the layer)."""
+    """Yield the index values at which *demand* requires *tensor*.
+
+    The last index of a tensor in layers is the layer number.
+    """
     all_indices = list_index_values(tensor, sizes)
     if not demand.is_by_layer:
         yield from all_indices
@@ -68,7 +71,10 @@ def _iterate_required_indices(
 
 
 def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
-    """Return the layers that need the tensors, or an empty set if *values* do not state them."""
+    """Return the numbers of the layers to which *demand* applies.
+
+    The result is empty if *values* lack a field that determines these layers.
+    """
     first_layer = _read_number(values, demand.after, 0)
     end_layer = _read_number(values, demand.first, total)
     excluded_last = _read_number(values, demand.but_last, 0) or 0
@@ -86,7 +92,10 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
 
 
 def _read_number(values: Json, name: str, default: int) -> int | None:
-    """Return the number under *name* (*default* if *name* is empty), or None if it is missing."""
+    """Read the integer field *name*, or return None if it is missing.
+
+    If *name* is empty, return *default*.
+    """
     if not name:
         return default
     value = get_nested(values, name)
