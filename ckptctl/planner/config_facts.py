@@ -1,6 +1,6 @@
 """Axis sizes and other facts in config.json and params.json.
 
-All notations for RoPE parameters are converted to one notation.
+RoPE parameters, which config.json can contain in several formats, are normalized to one format.
 
 Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``; 5.x:
 ``rope_parameters``), Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 Json: TypeAlias = Mapping[str, object]
 
 SUBMODEL_KEYS = ("text_config", "vision_config")
-"""Objects of config.json that describe submodels."""
+"""Fields of config.json that contain the configs of submodels."""
 HEAD_CLASS_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Suffixes of transformers' classes with a language model head."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters")
-"""Objects of config.json that describe RoPE scaling. Null means no scaling."""
+"""Fields of config.json with RoPE scaling parameters. Null means no scaling."""
 FULL_ATTENTION, LOCAL_ATTENTION = "full_attention", "sliding_attention"
-"""Layer types that may have separate RoPE parameters. Full attention has those of the model."""
+"""Layer types that may have separate RoPE parameters in config.json."""
 UNSCALED_ROPE_TYPES = (None, "default")
-"""RoPE types without scaling."""
+"""Values of ``rope_type`` that do not scale RoPE frequencies."""
 _SIZE_LIMIT = 1 << 48
 _FORMULA_TOKEN = re.compile(r"len\([\w.]+\)|[\w.]+|[-*/+]")
 """Operands and operators of size formulas. ``len(name)`` is the length of a list."""
@@ -60,13 +60,13 @@ def parse_size(value: object, name: str) -> int | None:
 
 
 def get_model_params(file: Json) -> Json:
-    """Return the object that describes the model, which some params.json nest under ``model``."""
+    """Return the model parameters of a params.json, which some files nest under ``model``."""
     model_params = file.get("model")
     return model_params if isinstance(model_params, Mapping) else file
 
 
 def has_tied_embeddings(family: Family, config: Json | None, params: Json | None = None) -> bool:
-    """Return whether embeddings are tied, from the config or else the default of *family*."""
+    """Return whether the config, or else the default of *family*, ties the embeddings."""
     is_tied_in_config = read_tied_embeddings(config, params)
     return family.tied if is_tied_in_config is None else is_tied_in_config
 
@@ -74,9 +74,9 @@ def has_tied_embeddings(family: Family, config: Json | None, params: Json | None
 def find_absent_heads(family: Family, config: Json | None, *, is_base: bool) -> frozenset[str]:
     """Return the head tensors that the model class in config.json does not have.
 
-    Models that were saved without a language model head, such as ``LlamaModel``, have no output.
-    Embedding models keep the class with a head in config.json, but their tensor names show that
-    the head is missing (*is_base*).
+    A class without a language model head, such as ``LlamaModel``, has no output projection.
+    Embedding models name a class with a head in config.json, but have no head. *is_base* states
+    that the tensor names show this.
     """
     heads = frozenset(tie.tensor for tie in family.ties)
     class_names = (config or {}).get("architectures")
@@ -122,8 +122,8 @@ def read_sizes(
 ) -> dict[str, int]:
     """Read axis sizes from the configuration.
 
-    If several sources state a size, *overrides* takes precedence over config.json, which takes
-    precedence over params.json. :mod:`ckptctl.facts.contradictions` compares them.
+    *overrides* take precedence over config.json, and config.json takes precedence over params.json.
+    Contradictions between these sources are found in :mod:`ckptctl.facts.contradictions`.
 
     Args:
         family: The model type.
@@ -168,7 +168,7 @@ def read_sizes(
 
 
 class TranslatedConfig(dict[str, object]):
-    """A config.json derived from another program's configuration. Its fields have no defaults."""
+    """A config.json that was converted from another format, without transformers' defaults."""
 
 
 def get_default_sizes(family: Family, config: Json) -> dict[str, int]:
@@ -198,16 +198,16 @@ def find_default_size(config: Json, name: str) -> int | None:
 
 
 def get_size_field(family: Family, axis: str) -> str:
-    """Return the field of config.json or params.json that states the size of *axis*, or *axis*."""
+    """Return the config field with the size of *axis*, or *axis* itself if it has no field."""
     config, params = family.sizes.get(axis, ("", ""))
     return split_aliases(config)[0] or split_aliases(params)[0] or axis
 
 
 def resolve_axis(family: Family, name: str) -> str:
-    """Find the axis or counted index whose size a user calls *name*.
+    """Find the axis, or the index with a count, that a user refers to as *name*.
 
-    *name* is the axis, or a field of a config. The last part of a nested field suffices if it is
-    unambiguous.
+    *name* is the name of the axis or of its config field. For a nested field, the last component is
+    sufficient if it is unambiguous.
 
     Raises:
         UsageError: The name is unknown or ambiguous.
@@ -279,7 +279,7 @@ def evaluate_formula(formula: str, values: Mapping[str, int]) -> int | None:
 
 
 def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
-    """Read the lists of inserted layers from config.json, by field (:attr:`Shift.place`).
+    """Read the numbers of inserted layers from each config.json field in :attr:`Shift.place`.
 
     Raises:
         MappingError: A field is not a list of layer numbers.
@@ -298,8 +298,9 @@ def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]
 def normalize_rope(config: Json) -> dict[str, object]:
     """Normalize all RoPE notations in *config* to ``rope_theta`` and ``rope``.
 
-    ``rope`` contains the scaling parameters, their type as ``rope_type``, and the parameters of
-    layers without full attention as ``layers``. Objects that describe submodels are normalized too.
+    ``rope`` contains the scaling parameters, with the scaling type as ``rope_type`` and separate
+    parameters for layers without full attention as ``layers``. The configs of submodels are
+    normalized too.
     """
     values = dict(config)
     for name in SUBMODEL_KEYS:
@@ -327,11 +328,11 @@ def normalize_rope(config: Json) -> dict[str, object]:
 
 
 def read_rope(config: Json) -> tuple[object, Json | None]:
-    """Read ``rope_theta`` and the RoPE scaling of a config.json, in any notation.
+    """Read ``rope_theta`` and the RoPE scaling parameters of a config.json in any format.
 
     Returns:
-        The base, or None if it is missing, and the scaling with its type as ``rope_type``, or None
-        if frequencies are not scaled.
+        ``rope_theta``, or None if it is missing. Then the scaling parameters, including
+        ``rope_type``, or None if frequencies are not scaled.
     """
     values = normalize_rope({name: config.get(name) for name in ("rope_theta", *ROPE_KEYS)})
     scaling = values.get("rope")
@@ -341,7 +342,7 @@ def read_rope(config: Json) -> tuple[object, Json | None]:
 
 
 def add_rope_fields(file: Json) -> Json:
-    """Return a config with normalized top-level ``rope_theta`` and ``rope_type``."""
+    """Return a copy of a config with normalized ``rope_theta`` and ``rope_type`` at top level."""
     values = dict(get_model_params(file))
     theta, scaling = read_rope(values)
     return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}

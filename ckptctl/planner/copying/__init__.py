@@ -1,1 +1,1 @@
-"""Conversion of transfers to units of work: byte ranges to read, and where to write them."""
+"""Division of transfers into tiles, which list the byte ranges to read and to write."""

@@ -1,8 +1,8 @@
 """Strided byte copies that fill a buffer with elements of a tensor.
 
-A :class:`BlockPlanner` turns a box of a strided tensor into blocks. The boxes in which a checkpoint
-stores tensors come straight from the columns of the catalog. A box that exceeds the buffer is read
-in domains. Parts with uniform strides need no copy because they are views.
+A :class:`BlockPlanner` divides a box of a strided tensor into blocks. It looks up the stored boxes
+of a tensor in the columns of the catalog. A box that is larger than the buffer is read in several
+domains. Parts with uniform strides can be views of stored tensors, which need no copy.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ MIB = 1 << 20
 Ints = tuple[int, ...]
 Strides = tuple[tuple[int, int, int], ...]
 LINEAR_SEARCH_LIMIT = 8
-"""Number of boxes up to which a linear search finds overlaps."""
+"""Maximum number of boxes that are searched linearly for overlaps."""
 SHORT_RUN_BYTES = 256
-"""Average bytes of a run below which elements are permuted in memory, unless runs are few."""
+"""Run length in bytes below which a tensor with many runs is permuted in memory."""
 FEW_RUNS_LIMIT = 1024
-"""Number of runs up to which elements are not permuted in memory."""
+"""Maximum number of runs that are copied one by one regardless of their length."""
 
 
 class Block(NamedTuple):
-    """A strided copy with axes from the outermost (by source address) to the innermost.
+    """A strided copy of bytes from a source file into a buffer.
 
     Attributes:
         source: Byte position of the first element in the source.
         buffer: Byte position of the first element in the buffer.
-        axes: ``(count, source stride, buffer stride)`` in bytes.
-        run_nbytes: Bytes that are contiguous in the source and in the buffer, at each index of the
-            axes.
+        axes: ``(count, source stride, buffer stride)`` of each axis, with strides in bytes and the
+            largest source stride first.
+        run_nbytes: Bytes of one run, which is contiguous in the source and in the buffer. There is
+            one run for each combination of indices.
     """
 
     source: int
@@ -60,7 +61,7 @@ class Block(NamedTuple):
 
     @property
     def run_count(self) -> int:
-        """Number of runs."""
+        """Number of contiguous runs that the block copies."""
         return math.prod(axis[0] for axis in self.axes)
 
 
@@ -73,11 +74,11 @@ def merge_axes(strides: Iterable[tuple[int, int, int]], itemsize: int) -> tuple[
     """Merge the axes of a copy that are contiguous in the source and in the buffer.
 
     Args:
-        strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
+        strides: ``(source stride, buffer stride, count)`` of each axis, with strides in bytes.
         itemsize: Bytes of one element.
 
     Returns:
-        The remaining axes of a :class:`Block` and the bytes of its run.
+        ``axes`` and ``run_nbytes`` of the :class:`Block` that copies these axes.
     """
     axes: list[tuple[int, int, int]] = []
     count, source_stride, buffer_stride = itemsize, 1, 1
@@ -118,7 +119,7 @@ class BoxIndex:
             self._widest = max(size[axis] for size in sizes)
 
     def find_overlap_candidates(self, lo: Ints, sizes: Ints) -> Iterable[int]:
-        """Return the numbers of the boxes that may overlap a box, in ascending order."""
+        """Return the indices of all boxes that may overlap the given box, in ascending order."""
         if self._axis is None:
             return range(self._count)
         first = bisect_left(self._starts, lo[self._axis] - self._widest + 1)
@@ -127,7 +128,7 @@ class BoxIndex:
 
 
 class Domain(NamedTuple):
-    """A box that is copied in parts of *step* indices along *axis*."""
+    """A box that is copied in several steps, each of *step* indices along *axis*."""
 
     lo: Ints
     sizes: Ints
@@ -136,11 +137,11 @@ class Domain(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Size along the axis."""
+        """Size of the box along :attr:`axis`."""
         return self.sizes[self.axis] if self.sizes else 1
 
     def narrow(self, length: int, begin: int = 0) -> Domain:
-        """Return the part that starts at *begin* along the axis, with at most *length* indices."""
+        """Narrow :attr:`axis` to at most *length* indices, starting at *begin* within the box."""
         if not self.sizes:
             return self
         lo, sizes = list(self.lo), list(self.sizes)
@@ -149,7 +150,7 @@ class Domain(NamedTuple):
         return self._replace(lo=tuple(lo), sizes=tuple(sizes))
 
     def split_into_parts(self, length: int, begin: int = 0) -> Iterator[Domain]:
-        """Yield consecutive parts of *length* indices along the axis, from *begin* on."""
+        """Split :attr:`axis` from *begin* on into domains of at most *length* indices."""
         return (self.narrow(length, position) for position in range(begin, self.length, length))
 
 
@@ -160,9 +161,9 @@ def split_into_domains(
 
     Args:
         lo: First indices of the box.
-        sizes: Its sizes.
-        limit: Maximum elements of a step.
-        granularity: Preferred granularity of a step along each axis, in indices.
+        sizes: Sizes of the box.
+        limit: Maximum number of elements in a step.
+        granularity: For each axis, the number of indices of which a step should be a multiple.
     """
     axis, inner = len(sizes) - 1, 1
     while axis >= 0 and inner * sizes[axis] <= limit:
@@ -182,18 +183,18 @@ def split_into_domains(
 
 
 class BlockSource(NamedTuple):
-    """A file that blocks read, and the recorded range whose checksum their bytes count toward."""
+    """A file that blocks read, and the recorded range whose checksum includes their bytes."""
 
     file: str
     check: RecordedRange | None = None
 
 
 Blocks = dict[BlockSource, list[Block]]
-"""Copies into one buffer, by source."""
+"""Blocks that fill one buffer, grouped by the source that they read."""
 
 
 class StoredBoxes:
-    """The boxes of a stored tensor, with the file, position and strides of each."""
+    """The boxes of a stored tensor, with the file, byte offset and strides of each box."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self._name, self._shape, self._dims = entry.name, entry.shape, range(len(entry.shape))
@@ -213,12 +214,12 @@ class StoredBoxes:
         return BoxIndex(self.offsets, self.sizes)
 
     def get_strides(self, number: int) -> Ints:
-        """Return the strides of an extent, in elements."""
+        """Return the strides of box *number* in its file, in elements."""
         explicit_strides = self._strides[number] if self._strides else None
         return explicit_strides or compute_row_major_strides(self.sizes[number])
 
     def find_recorded_range(self, number: int) -> RecordedRange | None:
-        """Return the range with a recorded checksum that contains an extent, or None."""
+        """Find the byte range with a recorded checksum that contains box *number*, or None."""
         extents, name = self._extents, self._name
         if isinstance(extents, ExtentColumns):
             crc = extents.crcs[number] if extents.crcs else NO_CRC
@@ -229,7 +230,7 @@ class StoredBoxes:
         return find_recorded_range(extents[number], name)
 
     def iterate_overlaps(self, part: Part) -> Iterator[tuple[int, Part]]:
-        """Yield the number of each box that a part overlaps, and the elements in that box."""
+        """Yield each stored box that *part* overlaps, as the box number and the elements in it."""
         if len(self.files) == 1 and self.sizes[0] == self._shape:
             yield 0, part
             return
@@ -253,9 +254,10 @@ class StoredBoxes:
                 yield number, cut
 
     def _iterate_all_boxes(self, part: Part) -> Iterator[tuple[int, Part]]:
-        """Yield all boxes and their elements, for a part with all elements of the tensor.
+        """Yield the number and the elements of every non-empty box.
 
-        This is a hot path because a plan may have a million boxes. They have few distinct shapes.
+        *part* must contain all elements of the tensor. This is a hot path because a plan may have a
+        million boxes, but these have few distinct shapes.
         """
         stored, axes, origin, _ = part
         in_order = (
@@ -282,8 +284,8 @@ class StoredBoxes:
     def iterate_element_ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """Yield ``(box number, first element, length)`` for each box that *part* overlaps.
 
-        *part* is a row-major range of the tensor. Its elements in a box form one range, even if
-        they are cut into several parts.
+        *part* must be a row-major range of the tensor. Its elements in a box then form one range of
+        that box, even if they consist of several parts.
         """
         range_by_box: dict[int, tuple[int, int]] = {}
         for number, cut in self.iterate_overlaps(part):
@@ -296,7 +298,7 @@ class StoredBoxes:
         return ((number, *range_) for number, range_ in range_by_box.items())
 
     def compute_offset(self, number: int, part: Part) -> int:
-        """Return the offset of the first element of a part in its box, in elements."""
+        """Return the offset of the first element of *part* in box *number*, in elements."""
         first = self.offsets[number]
         if part.stored_origin == first:
             return 0
@@ -304,13 +306,13 @@ class StoredBoxes:
 
 
 _boxes_by_entry: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
-"""Boxes by ``id`` of a tensor's entry, because hashing an entry hashes all its extents."""
+"""Cached boxes by ``id`` of a :class:`TensorEntry`, because its hash covers all extents."""
 MAX_CACHED_ENTRIES = 1024
-"""Number of stored tensors whose boxes are cached."""
+"""Maximum number of stored tensors whose boxes are cached."""
 
 
 def get_stored_boxes(entry: TensorEntry) -> StoredBoxes:
-    """Return the boxes of a stored tensor, cached for the lifetime of the entry."""
+    """Return the boxes of a stored tensor, cached at most until *entry* is freed."""
     key = id(entry)
     if key not in _boxes_by_entry:
         if len(_boxes_by_entry) >= MAX_CACHED_ENTRIES:
@@ -320,7 +322,10 @@ def get_stored_boxes(entry: TensorEntry) -> StoredBoxes:
 
 
 def find_recorded_range(extent: Extent, name: str) -> RecordedRange | None:
-    """Return the range with a recorded checksum that contains an extent, or None."""
+    """Find the byte range with a recorded checksum that contains *extent*, or return None.
+
+    *name* is the stored tensor to which *extent* belongs.
+    """
     recorded = extent.recorded_checksum
     if recorded is None or not recorded.nbytes:
         return None
@@ -331,7 +336,7 @@ def find_recorded_range(extent: Extent, name: str) -> RecordedRange | None:
 
 
 class _TensorSide(NamedTuple):
-    """Positions of a dimension and a step in :class:`Axis`, for one of the tensors of a part."""
+    """Indices of the dimension and the step in an :class:`Axis` tuple, for one of its tensors."""
 
     dim: int
     step: int
@@ -342,13 +347,13 @@ _AxisByDim = Mapping[int, Axis] | None
 
 
 def _map_dims_to_axes(part: Part, side: _TensorSide) -> _AxisByDim:
-    """Map each dimension to the axis along it, or return None if a dimension has several axes."""
+    """Map each dimension to its axis in *part*, or return None if a dimension has several axes."""
     axes = {axis[side.dim]: axis for axis in part.axes}
     return axes if len(axes) == len(part.axes) else None
 
 
 def _compute_extents(part: Part, side: _TensorSide) -> Ints:
-    """Compute the extent of a part in each dimension, in elements."""
+    """Compute the distance from the first to the last index of *part*, plus 1, per dimension."""
     spans = [1] * len(part.origin if side is TENSOR else part.stored_origin)
     for axis in part.axes:
         spans[axis[side.dim]] += (axis.size - 1) * axis[side.step]
@@ -358,9 +363,12 @@ def _compute_extents(part: Part, side: _TensorSide) -> Ints:
 def _intersect_part_with_box(
     part: Part, axes: _AxisByDim, lo: Ints, sizes: Ints, side: _TensorSide
 ) -> Sequence[Part]:
-    """Intersect a part with a box of its tensor or stored tensor, depending on *side*.
+    """Return the elements of *part* in a box of its tensor or of its stored tensor.
 
-    *axes* maps dimensions to axes of the part, or is None if a dimension has several axes.
+    *side* selects the tensor. The result has several parts only if *axes* is None, and is empty if
+    the box contains no element of *part*.
+
+    *axes* is the result of :func:`_map_dims_to_axes`.
     """
     if axes is None:
         cut_range = Part.cut_range if side is TENSOR else Part.cut_stored_range
@@ -406,10 +414,10 @@ class LocatedElements(NamedTuple):
     """Elements of a tensor that are in one stored box.
 
     Attributes:
-        source: The file.
-        byte_offset: Byte position of the first element in the file.
-        strides: Strides of the stored tensor, in elements.
-        part: The elements.
+        source: The file that contains the box.
+        byte_offset: Offset of the first element in the file, in bytes.
+        strides: Strides of the stored box, in elements.
+        part: The elements, which are all in this box.
     """
 
     source: BlockSource
@@ -421,12 +429,12 @@ class LocatedElements(NamedTuple):
 class BlockPlanner:
     """Planner of the copies that fill a buffer with elements of a tensor.
 
-    A plan has tens of thousands of tensors, so stored boxes are looked up only when needed.
+    A plan may have tens of thousands of tensors, so stored boxes are looked up on demand.
 
     Attributes:
         tensor: The tensor to read.
         itemsize: Bytes of a stored element.
-        checked: Names of stored tensors whose recorded checksums are verified by reads.
+        checked: Names of stored tensors whose recorded checksums are verified while they are read.
     """
 
     def __init__(self, tensor: StridedTensor, checked: Collection[str] = ()) -> None:
@@ -436,7 +444,7 @@ class BlockPlanner:
 
     @cached_property
     def _index(self) -> BoxIndex:
-        """Index of the parts."""
+        """Index of the boxes in the tensor that its parts span."""
         parts = self.tensor.parts
         extents = [_compute_extents(part, TENSOR) for part in parts]
         return BoxIndex([part.origin for part in parts], extents)
@@ -448,12 +456,15 @@ class BlockPlanner:
 
     @cached_property
     def is_permuted(self) -> bool:
-        """Whether to permute elements of the tensor in memory."""
+        """Whether to permute the elements in memory because their runs are many and short."""
         shape = self.tensor.shape
         return self.should_permute((0,) * len(shape), shape)
 
     def should_permute(self, lo: Ints, shape: Ints) -> bool:
-        """Return whether to permute a box in memory, estimated from its first elements."""
+        """Return whether to permute a box in memory because its contiguous runs are many and short.
+
+        The runs are estimated from the first elements of the box.
+        """
         if 0 in shape or self._has_long_rows(shape):
             return False
         domain = next(split_into_domains(lo, shape, MIB // self.itemsize))
@@ -488,7 +499,7 @@ class BlockPlanner:
         )
 
     def find_dense_copies(self, lo: Ints, sizes: Ints) -> Blocks:
-        """Find the copies that fill a row-major buffer with a box of the tensor."""
+        """Find the blocks that fill a contiguous row-major buffer with a box of the tensor."""
         copies: Blocks = {}
         strides = compute_dense_strides(sizes, self.itemsize)
         for source, block in self.iterate_blocks(self.locate_elements(lo, sizes), lo, 0, strides):
@@ -496,7 +507,7 @@ class BlockPlanner:
         return copies
 
     def locate_elements(self, lo: Ints, sizes: Ints) -> Iterator[LocatedElements]:
-        """Yield the stored elements of a box of the tensor, one item per stored box."""
+        """Yield the locations of the elements of a box of the tensor in stored tensors."""
         parts: Sequence[Part] = self.tensor.parts
         if any(lo) or sizes != self.tensor.shape:
             if len(parts) > LINEAR_SEARCH_LIMIT:
@@ -527,16 +538,16 @@ class BlockPlanner:
     def iterate_blocks(
         self, located: Iterable[LocatedElements], lo: Ints, position: int, strides: Ints
     ) -> Iterator[tuple[BlockSource, Block]]:
-        """Yield the copies that fill a part of a buffer with a box of the tensor.
+        """Yield the blocks that copy a box of the tensor into a buffer.
 
         Args:
-            located: The stored elements of the box.
-            lo: The first indices of the box.
+            located: Locations of the elements of the box.
+            lo: First indices of the box.
             position: Byte position of the first element of the box in the buffer.
             strides: Strides of the buffer, in bytes.
 
         Yields:
-            The source of each copy, and the copy.
+            The source of each block, and the block.
         """
         origin, item = position - sum(map(mul, lo, strides)), self.itemsize
         # Hot path: boxes of a checkpoint have few shapes.
@@ -554,7 +565,7 @@ class BlockPlanner:
     def clip_elements(
         self, located: Iterable[LocatedElements], lo: Ints, sizes: Ints
     ) -> Iterator[LocatedElements]:
-        """Yield the *located* elements that are in a box of the tensor."""
+        """Restrict *located* elements to those in a box of the tensor."""
         for source, first, steps, part in located:
             for cut in _intersect_part_with_box(
                 part, _map_dims_to_axes(part, TENSOR), lo, sizes, TENSOR
@@ -570,8 +581,8 @@ def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> ComputedTens
     """Build a virtual file with the elements of a tensor in row-major order.
 
     Args:
-        root: The directory of the files of its stored tensors.
-        tensor: The tensor.
+        root: Directory of the files in which the elements are stored.
+        tensor: Tensor whose elements the virtual file contains.
     """
     entries = {id(part.entry): part.entry for part in tensor.parts}
     inputs = tuple(ComputeInput(root, entry) for entry in entries.values())
@@ -580,12 +591,12 @@ def build_rearranged_file(root: TreePath, tensor: StridedTensor) -> ComputedTens
 
 
 def build_view(entry: TensorEntry, tensor: StridedTensor, name: str | None = None) -> TensorEntry:
-    """Build the entry of a strided tensor whose extents are views of those of *entry*.
+    """Build an entry for a view of *entry*, which refers to the same bytes of the same files.
 
     Args:
-        entry: A stored tensor.
-        tensor: Elements of it, with a uniform stride in every dimension.
-        name: Name of the new entry, or None to keep the name.
+        entry: The stored tensor.
+        tensor: Elements of *entry*, with a uniform stride in every dimension.
+        name: Name of the new entry, or None for the name of *entry*.
 
     Raises:
         ValueError: Strides are not uniform.
@@ -614,7 +625,7 @@ def has_uniform_strides(tensor: StridedTensor) -> bool:
 
 
 def transpose_entry(entry: TensorEntry, name: str | None = None) -> TensorEntry:
-    """Return *entry* with its last two dimensions swapped."""
+    """Build a view of *entry* with the last two dimensions swapped, named *name* if given."""
     *lead, rows, columns = range(len(entry.shape))
     return build_view(entry, StridedTensor.from_entry(entry).permute((*lead, columns, rows)), name)
 
@@ -622,7 +633,7 @@ def transpose_entry(entry: TensorEntry, name: str | None = None) -> TensorEntry:
 def _restrict_extent(
     extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: int
 ) -> Extent:
-    """Restrict an extent to the elements of a part. The checksum is kept only if all remain."""
+    """Restrict *extent* to the elements of *cut*, without the checksum unless all are kept."""
     sizes, strides = [1] * len(cut.origin), [0] * len(cut.origin)
     for axis in cut.axes:
         sizes[axis.dim] = axis.size

@@ -1,4 +1,4 @@
-"""Division of the written boxes of a tensor into tiles, each of which fits a buffer."""
+"""Division of the boxes of a tensor to write into tiles, each of which fits into a buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
 MAX_INLINE_CHECKED_READS = 64
-"""Reads of a tile up to which checksums are updated inline. With more, sources are read again."""
+"""Maximum reads per tile for inline checksums. Otherwise, sources are read a second time."""
 
 
 def tile_transfer(
@@ -39,20 +39,20 @@ def tile_transfer(
 
     Args:
         transfer: The tensor to write.
-        records: Records of the output, which contain its boxes.
-        limits: Sizes of buffers.
+        records: All records of the output, which contain the boxes of the tensor.
+        limits: Maximum sizes of tiles and buffers.
         checked: Names of the stored tensors whose recorded checksums are verified.
 
     Yields:
-        Tiles in the target's order, followed by tiles that only read if checksums of sources cannot
-        be computed inline.
+        The tiles to write, in the order of the target. Then, if source checksums cannot be computed
+        inline, tiles that only read the sources again.
     """
     reader = BlockPlanner(transfer.tensor, checked if limits.verifies_checksums else ())
     return tile_targets(reader, transfer.targets, records, limits)
 
 
 def needs_permutation(transfer: Transfer) -> bool:
-    """Return whether *transfer* permutes single elements, which needs torch."""
+    """Return whether *transfer* permutes elements in memory, which requires torch."""
     reader, boxes = BlockPlanner(transfer.tensor), _group_targets_by_box(transfer.targets)
     tiling = _Tiling(reader, boxes, (), TileLimits())
     if all(len(part.entry.extents) == 1 for part in transfer.tensor.parts):
@@ -67,9 +67,9 @@ def tile_targets(
     records: Sequence[Record],
     limits: TileLimits,
 ) -> Iterator[Tile]:
-    """Divide the written boxes of a tensor into tiles.
+    """Divide the boxes of a tensor that are written to *targets* into tiles.
 
-    The order of tiles depends only on the arguments.
+    The order of the tiles is deterministic.
     """
     boxes = _group_targets_by_box(targets)
     ranges = _find_flat_ranges(reader, boxes)
@@ -79,7 +79,7 @@ def tile_targets(
 
 
 class _TargetPart(NamedTuple):
-    """A box of a tensor, or a part of it, with the targets to which it is written."""
+    """A box of a tensor, complete or clipped, and the targets that contain it."""
 
     targets: Sequence[TargetBox]
     lo: Ints
@@ -87,7 +87,7 @@ class _TargetPart(NamedTuple):
 
 
 def _group_targets_by_box(targets: Sequence[TargetBox]) -> list[_TargetPart]:
-    """Group targets by box, without empty boxes."""
+    """Group the targets of the same box together, and skip empty boxes."""
     boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
     if len(targets) == 1 and 0 not in targets[0].sizes:  # common case
         return [_TargetPart(targets, targets[0].start, targets[0].sizes)]
@@ -98,15 +98,15 @@ def _group_targets_by_box(targets: Sequence[TargetBox]) -> list[_TargetPart]:
 
 
 _FlatRange = tuple[TargetBox, BlockSource, Block]
-"""A target, its source and a block without axes: a byte range that is copied unchanged."""
+"""A byte range that is copied unchanged, as its target, its source and a block without axes."""
 
 
 def _find_flat_ranges(
     reader: BlockPlanner, boxes: Sequence[_TargetPart]
 ) -> list[_FlatRange] | None:
-    """Find the byte ranges to copy unchanged, or return None if the tensor needs other copies.
+    """Find byte ranges that can be copied unchanged, or return None if any element needs a buffer.
 
-    A box with several targets is read once into a buffer, so it is not copied this way.
+    A cast, a strided copy, or a box with several targets needs a buffer.
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
@@ -126,7 +126,7 @@ def _find_flat_ranges(
 def _iterate_range_tiles(
     ranges: Iterable[_FlatRange], records: Sequence[Record], limits: TileLimits
 ) -> Iterator[Tile]:
-    """Yield tiles that copy byte ranges unchanged."""
+    """Yield tiles that copy *ranges* unchanged, in units of at most ``max_unit_bytes``."""
     for target, (file, check), (source, buffer, _, nbytes) in ranges:
         begin = records[target.record].offset
         for done in range(0, nbytes, limits.max_unit_bytes):
@@ -137,7 +137,7 @@ def _iterate_range_tiles(
 
 
 class _Tiling:
-    """Division of boxes of a tensor into tiles whose buffers serve all targets."""
+    """Division of the boxes of a tensor into tiles that read data once for all targets."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Tiling:
 
     @cached_property
     def _bounds(self) -> tuple[Ints, Ints]:
-        """First indices and sizes of the bounding box of all targets."""
+        """First indices and sizes of the bounding box of all boxes to write."""
         if len(self.boxes) == 1:
             return self.boxes[0][1:]
         lo = tuple(map(min, zip(*(box.lo for box in self.boxes), strict=True)))
@@ -171,11 +171,11 @@ class _Tiling:
 
     @cached_property
     def is_permuted(self) -> bool:
-        """Whether elements are permuted in memory (unless byte ranges are copied unchanged)."""
+        """Whether tiles permute elements in memory, unless byte ranges can be copied unchanged."""
         return self._reader.should_permute(*self._bounds)
 
     def iterate_tiles(self) -> Iterator[Tile]:
-        """Yield tiles of consecutive rows of the tensor, shared by all targets."""
+        """Yield tiles in row-major order, each with the writes for all targets."""
         limits, largest_itemsize = self._limits, max(self._source_itemsize, self._target_itemsize)
         step, units = self._find_common_prefix()
         lo, sizes = self._bounds
@@ -218,10 +218,11 @@ class _Tiling:
                 yield from self._iterate_check_tiles()
 
     def _choose_tile_size(self, step: int) -> int:
-        """Return the number of elements of a tile, at least *step* if so many fit.
+        """Return the number of elements in a tile, at least *step* unless the size limit is lower.
 
-        If several files share the bytes of a tile, as in a model-parallel output, it is twice as
-        large. This halves the number of short writes, and the tile still fits the cache.
+        If the tensor has several boxes, parts or stored chunks, as for model-parallel output, the
+        tile is twice as large. This halves the number of short writes, and the tile still fits into
+        the CPU cache.
         """
         limits, tensor = self._limits, self._tensor
         shared = len(self.boxes) > 1 or len(tensor.parts) > 1
@@ -236,11 +237,11 @@ class _Tiling:
         return max(1, size // max(self._source_itemsize, self._target_itemsize))
 
     def _find_common_prefix(self) -> tuple[int, dict[int, int]]:
-        """Find the outermost axes that the largest part and its stored tensor have in common.
+        """Find the outermost axes that the tensor and the stored tensor of the largest part share.
 
         Returns:
-            The number of elements in one step of these axes, and the number of indices in a step,
-            by dimension.
+            The number of elements in one step along the innermost of these axes, and the number of
+            indices in a step by dimension.
         """
         parts = self._tensor.parts
         if not parts:
@@ -254,7 +255,7 @@ class _Tiling:
         return step, {axis.dim: axis.step for axis in tensor_axes[:prefix]}
 
     def _plan_buffer(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
-        """Find the parts of targets in a box, and the copies that fill a buffer with them."""
+        """Clip the boxes to write to *box*, and find the blocks that fill a buffer with them."""
         clipped = (
             _intersect_part(self.boxes[n], box)
             for n in self._index.find_overlap_candidates(box.lo, box.sizes)
@@ -297,7 +298,7 @@ class _Tiling:
         return Tile(nbytes, tuple(reads), (), writes, False)
 
     def _iterate_writes(self, parts: Sequence[_TargetPart]) -> Iterator[Write]:
-        """Yield the writes of a buffer that contains dense *parts* one after another."""
+        """Yield the writes for a buffer that contains *parts* as consecutive row-major arrays."""
         position, last = 0, None
         for part in parts:
             steps = compute_dense_strides(part.sizes, self._target_itemsize)
@@ -325,7 +326,7 @@ class _Tiling:
             yield last
 
     def _has_uniform_steps(self, box: Domain) -> bool:
-        """Return whether the steps of *box* differ only in their positions."""
+        """Return whether all steps of *box* copy in the same way, except for file positions."""
         dim = box.axis
         for number in self._index.find_overlap_candidates(box.lo, box.sizes):
             part = _intersect_part(self.boxes[number], box)
@@ -341,7 +342,7 @@ class _Tiling:
         return True
 
     def _iterate_check_tiles(self) -> Iterator[Tile]:
-        """Yield tiles that read stored tensors in file order, only for checksums."""
+        """Yield tiles that read each checked stored tensor again, only to verify its checksums."""
         for part in self._tensor.parts:
             if part.entry.name not in self._reader.checked:
                 continue
@@ -355,7 +356,7 @@ class _Tiling:
 
 
 def _iterate_reads(blocks: Blocks) -> Iterator[Read]:
-    """Yield contiguous reads that cover *blocks*."""
+    """Yield contiguous reads that contain all bytes of *blocks*."""
     for (file, check), source_blocks in blocks.items():
         base = min(block.source for block in source_blocks)
         relative = tuple(block._replace(source=block.source - base) for block in source_blocks)
@@ -366,7 +367,7 @@ def _iterate_reads(blocks: Blocks) -> Iterator[Read]:
 def iterate_check_tiles(
     recorded: RecordedRange, offset: int, nbytes: int, limits: TileLimits
 ) -> Iterator[Tile]:
-    """Yield tiles that read *nbytes* bytes of a recorded range from *offset*, for its checksum."""
+    """Yield tiles that only read a byte range, for the checksum of the range *recorded*."""
     done = 0
     while done < nbytes:
         size = min(limits.tile_bytes, nbytes - done)
@@ -377,7 +378,7 @@ def iterate_check_tiles(
 
 
 def _intersect_part(part: _TargetPart, box: Domain) -> _TargetPart | None:
-    """Intersect a part with a box, or return None if they do not overlap."""
+    """Clip *part* to *box*, or return None if they do not overlap."""
     lo, sizes = list[int](), list[int]()
     for first, size, begin, count in zip(part.lo, part.sizes, box.lo, box.sizes, strict=True):
         start, end = max(first, begin), min(first + size, begin + count)
@@ -389,7 +390,7 @@ def _intersect_part(part: _TargetPart, box: Domain) -> _TargetPart | None:
 
 
 def _is_periodic(part: Part, dim: int, box: Domain) -> bool:
-    """Return whether a part has the same elements in each step of a box, evenly spaced."""
+    """Return whether *part* repeats the same pattern of elements in every step of *box*."""
     dim_axes = sorted((axis for axis in part.axes if axis.dim == dim), key=lambda axis: -axis.step)
     if not dim_axes:
         return False
@@ -400,7 +401,10 @@ def _is_periodic(part: Part, dim: int, box: Domain) -> bool:
 
 
 def _merge_steps(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
-    """Merge *steps* tiles, given the first two, or return None if they are not uniform."""
+    """Merge *steps* uniform tiles, given the first two, or return None if these differ.
+
+    Tiles are uniform if they differ only in file positions.
+    """
     if first is None or second is None or len(first.reads) != len(second.reads):
         return None
     pairs = list(zip(first.reads, second.reads, strict=True))
