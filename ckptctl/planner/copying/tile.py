@@ -1,4 +1,4 @@
-"""Tiles, which are the reads, element moves and writes of one buffer."""
+"""Tiles, each of which lists the reads, element moves and writes of one buffer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ckptctl.planner.copying.blocks import MIB, Block, list_block_runs
 from ckptctl.planner.plan import RecordedRange
 
 MAX_GAP_BYTES = 256
-"""Gap in bytes up to which neighboring elements are staged in one read."""
+"""Maximum gap in bytes between neighboring elements that one read stages together."""
 
 
 class ScatterPattern:
-    """Positions in the buffer of the bytes of one contiguous read, compared by identity.
+    """Buffer positions of the bytes of one contiguous read. Instances compare by identity.
 
     Attributes:
-        runs: ``(start in the buffer, bytes)`` in the order of the source.
+        runs: ``(buffer position, length)`` of each run in bytes, in source order.
     """
 
     __slots__ = ("runs",)
@@ -33,11 +33,11 @@ def merge_runs(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, ScatterPatter
     """Merge the runs of *blocks* into contiguous reads.
 
     Args:
-        blocks: Copies from one file. Their positions may be relative, so that the cache serves all
-            tiles of equal shape.
+        blocks: Blocks that read one file. If their positions are relative to the first byte, all
+            tiles with the same structure share one cache entry.
 
     Returns:
-        ``(source position, bytes, pattern)`` in ascending order.
+        ``(source position, bytes, pattern)`` of each read, by ascending position.
     """
     reads: list[tuple[int, int, ScatterPattern]] = []
     for begin, end, into in _merge_adjacent_runs(
@@ -64,16 +64,16 @@ def _merge_adjacent_runs(
 
 
 class Move(NamedTuple):
-    """A strided copy of elements from staged bytes into the buffer, with all numbers in bytes.
+    """A strided copy of elements from a staging area into the buffer. All numbers are in bytes.
 
     Attributes:
         file: The source file.
         source: Position of the first element in the file.
         span: Length of one contiguous read.
-        outer: ``(count, stride)`` of the reads in the file, outermost first. In the staging area,
-            the reads are contiguous.
+        outer: ``(count, stride)`` of the axes along which the reads are repeated in the file,
+            outermost first. The staging area contains the reads one after another.
         buffer: Position of the first element in the buffer.
-        axes: ``(count, staging stride, buffer stride)``, outermost first.
+        axes: ``(count, staging stride, buffer stride)`` of each copied axis, outermost first.
     """
 
     file: str
@@ -85,7 +85,7 @@ class Move(NamedTuple):
 
     @property
     def staging_nbytes(self) -> int:
-        """Size of the staging area."""
+        """Size of the staging area in bytes."""
         return math.prod(count for count, _ in self.outer) * self.span
 
     def iterate_reads(self) -> Iterator[tuple[int, int, int]]:
@@ -100,9 +100,9 @@ def split_into_moves(file: str, block: Block, item: int, limit: int) -> Iterator
 
     Args:
         file: The source file of the block.
-        block: The copy, with strides that are multiples of *item*.
+        block: The block to divide. Its strides must be multiples of *item*.
         item: Bytes of one element.
-        limit: Maximum bytes of a staging area, at least one element.
+        limit: Maximum bytes of a staging area, which must be at least *item*.
     """
     axes = [*block.axes, (block.run_nbytes // item, item, item)]
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
@@ -131,14 +131,15 @@ def split_into_moves(file: str, block: Block, item: int, limit: int) -> Iterator
 
 
 class TileLimits(NamedTuple):
-    """Sizes of tiles in bytes.
+    """Maximum sizes of tiles and their buffers in bytes.
 
     Attributes:
         tile_bytes: Default buffer size.
-        max_tile_bytes: Maximum buffer size, used if it keeps reads long.
-        max_unit_bytes: Maximum size of one unit of work: a flat byte range, which is copied in
-            steps, or all steps of a tile.
-        permuted_tile_bytes: Buffer size, and twice the staging size, if elements are permuted.
+        max_tile_bytes: Maximum buffer size, which is used if smaller buffers would shorten reads.
+        max_unit_bytes: Maximum bytes of all steps of a tile, or of a byte range that a tile copies
+            unchanged.
+        permuted_tile_bytes: Buffer size if elements are permuted in memory. The staging area has
+            half of this size.
         verifies_checksums: Whether to verify recorded checksums of sources.
     """
 
@@ -153,8 +154,8 @@ class Read(NamedTuple):
     """A contiguous range of a source file.
 
     Attributes:
-        pattern: Positions of its bytes in the buffer, or None for one run at the start.
-        check: The recorded range whose checksum includes it, or None.
+        pattern: Buffer positions of its bytes, or None if they are contiguous from position 0.
+        check: The recorded range whose checksum includes these bytes, or None.
         step: Distance in bytes between the reads of consecutive steps of the tile.
     """
 
@@ -170,9 +171,9 @@ class Write(NamedTuple):
     """A contiguous range of a target file.
 
     Attributes:
-        start: Position in the buffer, after a cast if there is one.
-        record: Index of the record, or -1 for none.
-        at: Position in that record.
+        start: Byte position in the buffer, after any cast.
+        record: Index of the record that contains these bytes, or -1 if none does.
+        at: Byte position in that record.
     """
 
     file: str
@@ -187,13 +188,13 @@ class Tile(NamedTuple):
     """A unit of work in one or more steps that differ only in their positions.
 
     Attributes:
-        nbytes: Bytes of the buffer, in source elements.
-        reads: Reads that fill the buffer. Without *writes*, they only compute checksums.
-        moves: Moves that fill the buffer if elements are permuted.
+        nbytes: Bytes of the buffer in the stored dtype, before any cast.
+        reads: Reads that fill the buffer, or that only compute checksums if *writes* is empty.
+        moves: Moves that fill the buffer instead of *reads* if elements are permuted.
         writes: Writes from the buffer.
         is_flat: Whether the tile copies one byte range unchanged, with one read and one write.
-        steps: Number of steps. The writes of a step directly follow those of the previous step, and
-            so do its reads for a checksum.
+        steps: Number of steps. A step writes the bytes directly after those of the previous step,
+            and reads for a checksum are consecutive in the same way.
     """
 
     nbytes: int
@@ -205,17 +206,17 @@ class Tile(NamedTuple):
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes of all steps, in source elements."""
+        """Bytes that all steps copy, in the stored dtype."""
         return self.nbytes * self.steps
 
     def list_writes(self) -> Sequence[Write]:
-        """Return the writes of all steps, merged."""
+        """Return each write, extended to the consecutive bytes of all steps."""
         if self.steps == 1:
             return self.writes
         return [write._replace(nbytes=write.nbytes * self.steps) for write in self.writes]
 
     def list_checked_reads(self) -> Sequence[Read]:
-        """Return the reads of all steps for checksums, merged."""
+        """Return each read for a checksum, extended to the consecutive bytes of all steps."""
         reads = [read for read in self.reads if read.check is not None]
         if self.steps == 1:
             return reads

@@ -1,1 +1,1 @@
-"""Model families as text tables, with declarations about ties, configs and layer types."""
+"""Model families, defined by text tables and by declarations about ties, configs and layers."""

@@ -1,7 +1,7 @@
-"""Declarations of a model family next to its tables, about ties, drops, shifts, scales and configs.
+"""Declarations of a model family about ties, drops, layer shifts, scales and configs.
 
-config.json and params.json state the same facts of a model under different names. The family
-declares these facts in the style of its params.json, Meta's or Mistral's.
+config.json and params.json describe the same facts of a model under different names. A family
+declares these facts in a :class:`ParamsStyle`, which describes Meta's or Mistral's params.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptctl.results import JsonField
 
 
 def get_nested(values: Mapping[str, object], name: str) -> object:
-    """Look up a dotted *name* in nested objects, and return its value, or None if it is missing."""
+    """Return the value of a dotted *name* in nested objects, or None if it is missing."""
     if name in values:
         return values[name]
     head, _, tail = name.partition(".")
@@ -26,7 +26,7 @@ def get_nested(values: Mapping[str, object], name: str) -> object:
 
 
 def split_aliases(name: str) -> tuple[str, ...]:
-    """Split ``outer.a|b`` into the names of a field, the preferred one first.
+    """Split ``outer.a|b`` into alternative full names of a field, the preferred one first.
 
     Versions of transformers use different names for a size, and store it in different objects, as
     in ``a|outer.a``.
@@ -43,7 +43,7 @@ def split_aliases(name: str) -> tuple[str, ...]:
 
 
 def choose_field_alias(values: Mapping[str, object], name: str) -> str:
-    """Return the first alias in *name* that has a value in *values*, or else the preferred one."""
+    """Return the first alias in *name* that is set in *values*, or the preferred one if none is."""
     names = split_aliases(name)
     return next((alias for alias in names if get_nested(values, alias) is not None), names[0])
 
@@ -60,10 +60,10 @@ class Rule:
     """A fact that params.json cannot state because it never varies there.
 
     Attributes:
-        config: Its name in config.json.
-        allowed: Accepted values. The first one is written.
-        why: The reason, for messages.
-        written: Whether it is written to config.json.
+        config: Name of its field in config.json.
+        allowed: Accepted values of the field. The first one is written.
+        why: Reason why other values are rejected, for messages.
+        written: Whether the field is written to config.json.
     """
 
     config: str
@@ -74,19 +74,20 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ParamsStyle:
-    """The form of a family's params.json.
+    """Format of the params.json of a model family.
 
     Attributes:
-        owner: Owner of the format in messages, such as ``Meta's``.
+        owner: Possessive name of the format's owner for messages, such as ``Meta's``.
         derived: Whether the feed-forward size follows from a formula (``multiple_of`` and
             ``ffn_dim_multiplier``), the head dimension is ``dim / n_heads``, and
             ``use_scaled_rope`` is the only RoPE scaling. Otherwise all of them are fields.
-        within: Object of config.json that describes the text model, or empty for config.json.
-        text: Facts about the text model, with names in config.json relative to ``within``.
-        rules: Fixed facts about the text model.
-        around: Facts outside the text model, by their full names.
-        around_rules: Fixed facts outside the text model.
-        constant: Constant fields of params.json.
+        within: Field of config.json that contains the text model's config, or empty if that is
+            config.json itself.
+        text: Facts about the text model. Their names in config.json are relative to ``within``.
+        rules: Rules about the text model, with names relative to ``within``.
+        around: Facts about other submodels, with their full names in config.json.
+        around_rules: Rules about other submodels, with their full names in config.json.
+        constant: Fields of params.json that have the same value in every model.
         silent: Fields of params.json that do not describe the model.
         translated: Whether config.json and params.json are converted into each other.
     """
@@ -104,18 +105,18 @@ class ParamsStyle:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the text model's fields in config.json."""
+        """Prefix of the text model's fields in config.json, including the dot, or empty."""
         return f"{self.within}." if self.within else ""
 
     @property
     def facts(self) -> list[tuple[str, Fact]]:
-        """All facts, each with its full name in config.json."""
+        """Full name in config.json of every fact, and the fact."""
         text_facts = [(self.prefix + fact.config, fact) for fact in self.text]
         return text_facts + [(fact.config, fact) for fact in self.around]
 
     @property
     def fixed_rules(self) -> list[tuple[str, Rule]]:
-        """All rules, each with its full name in config.json."""
+        """Full name in config.json of every rule, and the rule."""
         text_rules = [(self.prefix + rule.config, rule) for rule in self.rules]
         return text_rules + [(rule.config, rule) for rule in self.around_rules]
 
@@ -138,7 +139,7 @@ META = ParamsStyle(
 
 
 AllowedValues: TypeAlias = Mapping[str, tuple[object, ...]]
-"""Accepted values of models of the family, by field. The first one is written."""
+"""Values of each config field that models of a family may have. The first one is written."""
 
 
 VOCABULARY_PAD_MULTIPLE = 128
@@ -147,26 +148,26 @@ VOCABULARY_PAD_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class MegatronStyle:
-    """A family's models in Megatron-Core's configuration.
+    """Representation of a model family in Megatron-Core's configuration.
 
     Fields are those of ``TransformerConfig`` and of the providers that Megatron-Bridge and NeMo
     derive from it.
 
     Attributes:
-        facts: Facts that both configurations state and that vary between models of the family.
+        facts: Facts that vary between models of the family, with fields in both configurations.
         fields: Constant fields that differ from :data:`ckptctl.planner.families.facts.NEUTRAL`.
-        config: Constant fields of config.json.
-        extra_config: Further fields to write to config.json.
+        config: Fields of config.json that have the same values in every model of the family.
+        extra_config: Additional fields to write to config.json.
         model_type: The family's ``model_type`` in config.json.
-        provider: Megatron-Bridge's class for models of the family, or empty for none.
+        provider: Megatron-Bridge's provider class for the family, or empty if it has none.
         class_prefixes: Prefixes of class names in Megatron-Bridge and NeMo for the family.
-        copies: Fields that copy another field, by name.
-        layer_spec: Path of Megatron-Bridge's function that builds the layers, unless the provider
-            has it.
-        layer_pattern: ``(layer type, every)`` for all layers but each *every*-th one, which
-            has full attention.
+        copies: Name of the field from which each of these fields copies its value.
+        layer_spec: Import path of the Megatron-Bridge function that builds the layers, or empty if
+            the provider defines it.
+        layer_pattern: ``(layer type, every)``. Every *every*-th layer has full attention, and all
+            other layers have the given type.
         has_local_rope: Whether sliding-window layers have separate RoPE frequencies.
-        config_prefix: Prefix of the fields in config.json.
+        config_prefix: Prefix of the names of all *facts* in config.json.
         translated: Whether config.json is derived from Megatron-Core's configuration.
     """
 
@@ -194,7 +195,7 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "e": ("head_dim", ""),
     "i": ("num_hidden_layers", ""),
 }
-"""Names of axis sizes in most config classes of transformers."""
+"""Field names of axis sizes in config.json and params.json, as in most model types."""
 
 
 QKV_BIASES = ("q_bias", "k_bias", "v_bias")
@@ -211,11 +212,11 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_qk_norm": ("q_norm", "k_norm"),
     "use_qkv_bias": QKV_BIASES,
 }
-"""Switches in config.json, and the optional tensors (without indices) that they enable."""
+"""Boolean fields of config.json, and the names of the optional tensors that each enables."""
 
 
 class PresentCondition:
-    """A condition that any value except null meets."""
+    """Condition that a field is present and not null."""
 
     def __eq__(self, other: object) -> bool:
         return other is not None
@@ -229,30 +230,31 @@ class PresentCondition:
 PRESENT = PresentCondition()
 
 Conditions: TypeAlias = Mapping[str, object]
-"""Conditions on a config, as the required value of each field.
+"""Conditions on config fields, as a mapping from field names to required values.
 
-None means absent or null, and :data:`PRESENT` means any other value.
+None requires an absent or null field. :data:`PRESENT` requires any value except null.
 """
 
 
 def matches_conditions(conditions: Conditions, values: Mapping[str, object]) -> bool:
-    """Return whether *values* meet all conditions in *conditions*. Null counts as absent."""
+    """Return whether *values* meet all *conditions*, treating null fields as absent."""
     return all(sign == get_nested(values, key) for key, sign in conditions.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A stored tensor without information.
+    """Rule to drop a stored tensor that contains no information.
 
     Attributes:
-        layout: Layout in which it occurs.
-        key: Template of its name.
-        reason: Reason why nothing is lost.
-        zeros: The axes of the tensor if it must exist and contain only zeros, which are checked on
-            read and created on write. Empty if the tensor is always dropped.
-        dtype: Element type of the zeros.
-        next_to: Name (without indices) of the logical tensor next to which zeros are created.
-        same_as: Name of the logical tensor that the dropped tensor must equal, checked on read.
+        layout: Layout that contains the tensor.
+        key: Template of the tensor's key.
+        reason: Reason why no information is lost.
+        zeros: Axes of a tensor that must contain only zeros. Its values are verified on read, and
+            it is created on write. Empty for other tensors, which are not created.
+        dtype: Dtype of the created zeros.
+        next_to: Name, without indices, of the logical tensor that requires zeros in its layer.
+        same_as: Name of the logical tensor that the dropped tensor must equal. This is verified on
+            read. Empty if it need not equal any.
     """
 
     layout: str
@@ -266,7 +268,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A logical tensor that may be identical to another one."""
+    """A logical tensor that a model may tie to another logical tensor."""
 
     tensor: Annotated[str, JsonField("name of the omitted tensor")]
     of: Annotated[str, JsonField("name of the kept tensor")]
@@ -275,16 +277,16 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Two kinds of layers with separate indices that a layout numbers together.
+    """Two kinds of layers that a layout numbers consecutively, with one index for both kinds.
 
     Attributes:
-        layout: The layout.
-        index: The index of the inserted layers, which are recognized by keys that only they have.
-        into: The index of the layers into which they are inserted.
-        place: ``after`` if they follow all others, or the field of config.json that lists their
-            numbers.
-        nested: Whether each inserted layer has the number of the layer that follows it, and the
-            others are numbered without gaps. Numbers in *place* count both kinds in any case.
+        layout: Name of the layout.
+        index: Index of the inserted layers, which are recognized by keys that only they have.
+        into: Index of the regular layers, among which the others are inserted.
+        place: ``after`` if the inserted layers follow all regular layers, or the field of
+            config.json that lists the numbers of the inserted layers.
+        nested: Whether each inserted layer has the number of the regular layer that follows it, so
+            that regular layers are numbered without gaps. *place* always counts both kinds.
     """
 
     layout: str
@@ -296,30 +298,36 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile embeddings that two logical tensors represent in different ways.
+    """Two logical tensors that represent the same tile embeddings, as a grid and as rows.
 
     See :mod:`ckptctl.planner.mapping.tiles`.
 
     Attributes:
-        grid: The tensor whose first two dimensions are rows and columns of tiles.
-        rows: The tensor with a row for each aspect ratio.
+        grid: Name of the tensor whose first two dimensions are rows and columns of tiles.
+        rows: Name of the tensor that has one row for each aspect ratio.
     """
 
     grid: str
     rows: str
 
     def find_counterpart(self, name: str) -> str:
-        """Return the name of the other representation of *name*, or an empty string."""
+        """Return the name of the tensor that represents the same embeddings as *name*.
+
+        If *name* is neither of the two tensors, return an empty string.
+        """
         return {self.grid: self.rows, self.rows: self.grid}.get(name, "")
 
 
 BLOCK_AXES = ("down", "across")
-"""Axes for blocks of rows and columns, which a family with companions declares as free."""
+"""Axes of the blocks of rows and columns that have a common scale.
+
+A family with companions must declare them as free axes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Quantization scales stored next to weights, derived from the table instead of listed in it.
+    """Quantization scales of weights, which are derived from the tables instead of listed there.
 
     A matrix with interleaved parts has one scale tensor, named after the first part.
 
@@ -329,8 +337,8 @@ class Companion:
     because the blocks do not match.
 
     Attributes:
-        endings: For each layout with scales, the suffixes of the keys of weight and scale. Scales
-            have the dimensions that the weight has in the first layout.
+        endings: For each layout with scales, the key suffixes of a weight and of its scale. Scales
+            have the dimensions of the weight in the first layout.
         suffix: Suffix of the derived logical tensor, as in ``q_scale``.
     """
 
@@ -371,7 +379,7 @@ class Companion:
 def add_companions(
     tensors: Iterable[LogicalTensor], kinds: Iterable[Companion]
 ) -> Iterator[LogicalTensor]:
-    """Yield *tensors*, each followed by its scale tensors."""
+    """Yield each of *tensors*, followed by the scale tensors that *kinds* derive from it."""
     companions = list(kinds)
     for tensor in tensors:
         yield tensor
@@ -384,7 +392,10 @@ def _build_scale_key(leaf: Leaf, weight: str, scale: str) -> Template:
 
 
 def _find_scale_split(axis: str | None, leaf: Leaf) -> str | None:
-    """Return the axis of the scales to split across ranks if *axis* of the weight is split."""
+    """Return the axis along which scales are split across ranks, or None if they are replicated.
+
+    *axis* is the axis along which their weight is split, or None.
+    """
     if axis is None or axis in leaf.spread_axes:
         return axis
     dims = zip(BLOCK_AXES, leaf.dims, strict=True)

@@ -1,4 +1,4 @@
-"""Optional tensors that a config.json requires, and the types of layers that it declares."""
+"""Declarations that derive required tensors and layer types from fields of config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptctl.planner.families.declarations import Conditions
 
 
 class TruthyCondition:
-    """A condition that truthy values meet (not absent, null, false, 0 or empty)."""
+    """Condition that a field is truthy, which excludes absent, null, false, 0 and empty values."""
 
     def __eq__(self, other: object) -> bool:
         return bool(other)
@@ -21,7 +21,7 @@ class TruthyCondition:
 
 
 class FalsyCondition:
-    """A condition that falsy values meet (absent, null, false, 0 or empty)."""
+    """Condition that a field is falsy, which means absent, null, false, 0 or empty."""
 
     def __eq__(self, other: object) -> bool:
         return not other
@@ -37,16 +37,16 @@ CHOSEN, UNCHOSEN = TruthyCondition(), FalsyCondition()
 
 @dataclass(frozen=True, slots=True)
 class ConfigDeclaration:
-    """Base of declarations about fields of config.json.
+    """Base class of declarations about fields of config.json.
 
     Attributes:
-        names: Attributes that contain names of such fields.
+        names: Names of the attributes that contain names of config fields.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
     def with_prefix(self, module: str) -> Self:
-        """Return the declaration for a model whose fields are in the object *module*."""
+        """Return a copy of the declaration for fields that are nested under *module*."""
         field_values = {name: value for name in self.names if (value := getattr(self, name))}
         return replace(
             self, **{name: _add_prefix(module, value) for name, value in field_values.items()}
@@ -54,7 +54,7 @@ class ConfigDeclaration:
 
 
 def _add_prefix(module: str, value: Any) -> Any:
-    """Add the prefix *module* to a field name, to the first entry of a tuple, or to conditions."""
+    """Prefix a field name with *module*, also as the first entry of a tuple or as a condition."""
     if isinstance(value, str):
         return f"{module}.{value}"
     if isinstance(value, tuple):
@@ -64,18 +64,18 @@ def _add_prefix(module: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Demand(ConfigDeclaration):
-    """Optional tensors that a config.json requires, of the model or of some layers.
+    """A rule by which config.json requires optional tensors in the model or in some layers.
 
-    If only some layers need them, other layers may have them too.
+    Layers to which the rule does not apply may have the tensors too.
 
     Attributes:
-        tensors: Names without indices, or the words of groups of optional tensors.
-        when: Required values in config.json, or empty for no condition.
+        tensors: Names of optional tensors without indices, or words of their groups.
+        when: Conditions on config.json, or empty if the rule always applies.
         kinds: Field of config.json that lists the layer types, followed by the types that need the
             tensors. Empty for all layers.
-        but_last: Field with the number of last layers without them, or empty for none.
-        first: Field with the number of first layers to which they are restricted, or empty for all.
-        after: Field with the number of first layers without them, or empty for none.
+        but_last: Field with the number of last layers to exclude, or empty to exclude none.
+        first: Field with the number of first layers to include, or empty to include all.
+        after: Field with the number of first layers to exclude, or empty to exclude none.
     """
 
     names = ("when", "kinds", "but_last", "first", "after")
@@ -88,26 +88,27 @@ class Demand(ConfigDeclaration):
 
     @property
     def is_by_layer(self) -> bool:
-        """Whether it applies to only some of the layers."""
+        """Whether the rule requires the tensors only in some layers."""
         return bool(self.kinds or self.but_last or self.first or self.after)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind(ConfigDeclaration):
-    """A rule that finds the layers of a variant from config.json.
+    """A rule that determines from config.json the layers of a variant.
 
-    A layer has the variant if all conditions hold. If a variant has several rules, the first one
-    applies whose fields are in config.json or have a default in transformers.
+    A layer has the variant if all conditions hold. If a variant has several rules, only the first
+    rule applies whose fields are in config.json or have a default in transformers.
 
     Attributes:
         variant: A variant that the family declares.
-        when: Required values in config.json. Otherwise no layer has the variant.
-        kinds: Field that lists the layer types, followed by the types of the variant.
+        when: Conditions on config.json. If they do not hold, no layer has the variant.
+        kinds: Field that lists the layer types, followed by the layer types of the variant.
         first: Field with the number of first layers that have the variant.
         after: Field with the number of first layers that do not have it.
-        numbers: Field that lists the numbers of its layers.
+        numbers: Field that lists the numbers of layers that have the variant.
         but: Field that lists the numbers of layers that do not have it.
-        every: Field with a step. Layers whose number, counted from 1, is a multiple have it.
+        every: Field with a period. Every layer whose number, counted from 1, is a multiple of the
+            period has the variant.
     """
 
     names = ("when", "kinds", "first", "after", "numbers", "but", "every")
@@ -132,12 +133,12 @@ class LayerSize(ConfigDeclaration):
     """The size of a free axis that config.json states per layer.
 
     Attributes:
-        axis: The axis.
-        fact: Field with the size.
-        by_layer: Field with an object of different sizes, by layer number.
+        axis: Name of the axis.
+        fact: Field with the default size.
+        by_layer: Field that maps layer numbers to configs with different sizes.
         kinds: Field that lists the layer types, followed by the type with a different size.
-        other: Field with the different size.
-        doubled: Switch that doubles the size in the last layers.
+        other: Field with the size in layers of that type.
+        doubled: Boolean field that doubles the size in the last layers.
         last: Field with the number of last layers whose size is doubled.
     """
 

@@ -126,18 +126,18 @@ NEEDED = RequiredDefault()
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of a model, which is a row of the table. Dots in a name refer to nested objects.
+    """A fact of a model, parsed from one row of the table. Dotted names refer to nested objects.
 
     Attributes:
-        config: Its preferred name in config.json. RoPE parameters have the prefix ``rope.`` in
-            every notation.
-        params: Its name in params.json, or empty if it is not there.
+        config: Preferred name of the fact in config.json. RoPE parameters always have the prefix
+            ``rope.``, in whichever format config.json contains them.
+        params: Name of the fact in params.json, or empty if params.json has no such field.
         kind: The kind of its value, a row of :data:`ckptctl.facts.kinds.FACT_KINDS`.
-        default: Default of transformers if it is missing in config.json.
-        absent: Default of params.json, or None to omit it in config.json too.
-        back: Whether it is also written to params.json, not only read from it.
-        megatron: Its name among Megatron-Core's fields, or empty if it is not there.
-        gguf: Its key in the metadata of a GGUF file, or empty if it is not there.
+        default: Value that transformers assumes if the field is missing in config.json.
+        absent: Value if the field is missing in params.json, or None to omit it in config.json too.
+        back: Whether the fact is written to params.json, not only read from there.
+        megatron: Field name in Megatron-Core's configuration, or empty if there is no field.
+        gguf: Key in GGUF metadata, after the architecture, or empty if there is no key.
     """
 
     config: str
@@ -151,7 +151,7 @@ class Fact:
 
 
 def _parse_rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
-    """Parse the rows of the table, and the neutral values of their fields."""
+    """Yield the fact of each row of the table, and the neutral values of its Megatron field."""
     for row in filter(None, TABLE.splitlines()[2:]):
         names = ("" if cell == "-" else cell for cell in re.split(" {2,}", row))
         config, params, megatron, gguf, kind, default, neutral = names
@@ -163,15 +163,15 @@ def _parse_rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
 
 _ROWS = tuple(_parse_rows())
 FACTS: Mapping[str, Fact] = {fact.config: fact for fact, _ in _ROWS if fact.config}
-"""Facts by their names in config.json."""
+"""Mapping from field names in config.json to facts."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     fact.megatron: values for fact, values in _ROWS if values
 }
-"""Neutral values of Megatron-Core's fields, by name. The first one is written."""
+"""Neutral values of each field of Megatron-Core. The first value is written."""
 
 
 def get_facts(*names: str) -> tuple[Fact, ...]:
-    """Get the rows of the table with these names in config.json."""
+    """Get the facts with the given names in config.json, in the order of *names*."""
     return tuple(FACTS[name] for name in names)
 
 
@@ -181,8 +181,8 @@ TRAINING_ARGUMENT_FACTS = get_facts(
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
     "moe_intermediate_size",
 )
-"""Facts that training arguments state, in addition to other descriptions of the model."""
+"""Facts that training arguments may contain in addition to other descriptions of the model."""
 MODEL_ARGUMENT_KEYS = frozenset(fact.config for fact in TRAINING_ARGUMENT_FACTS) | {
     *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
 }
-"""Keys of config.json that describe the model if they are among training arguments."""
+"""Fields of config.json that describe the model if they occur among training arguments."""
