@@ -1,7 +1,7 @@
-"""Model families as data, with the tensors of a model and how each layout stores them.
+"""Model families, which define the tensors of a model and how each layout stores them.
 
-This is the only module that ``converters/`` imports. A family does not describe pairs of layouts.
-Conversions, their inverses and the model-parallel split all follow from its tables.
+This is the only module that ``converters/`` imports. A family describes each layout separately, not
+pairs of layouts. Conversions in both directions and model-parallel splits follow from its tables.
 
 Axis names mean the same in every family:
 
@@ -15,9 +15,9 @@ i     layers (an index in keys)       p r   2 and e / 2: rotary pairs
 x     experts                         m     feed-forward size of an expert
 ====  ==============================  ====  ====================================
 
-The tables write ``e`` or its parts for a tensor, the same in all layouts. ``(h p r)`` is the order
-of ``rotate_half`` (a pair is ``j, j + e/2``), ``(h r p)`` the order of complex rotations (a pair is
-``2j, 2j + 1``); see Su et al., "RoFormer", arXiv:2104.09864.
+For a given tensor, all layouts must use either ``e`` or its factors ``p`` and ``r``. ``(h p r)`` is
+the order of ``rotate_half``, in which a rotary pair is ``j, j + e/2``. ``(h r p)`` is the order of
+complex rotations, in which a pair is ``2j, 2j + 1`` (Su et al., "RoFormer", arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ __all__ = [
 ]
 
 HF, BASE = "hf", "hf-base"
-"""Transformers' names, and the same names without the prefix that classes with a head add.
+"""Layout with the names of transformers, and the same layout for models without a head.
 
 A saved ``LlamaModel`` has ``layers.0`` instead of ``model.layers.0`` of ``LlamaForCausalLM``.
-Families do not declare these names, because they follow from those in ``hf`` and in the layouts in
-which transformers 5 saves models.
+Families do not declare layouts without a head. They are derived from the corresponding layouts with
+a head by removing the prefix.
 """
 SAVED_LAYOUTS = (HF, "hf-v5", "hf-fresh")
 """Layouts in which transformers saves models."""
@@ -98,10 +98,10 @@ _BASE_SUFFIX = "-base"
 
 MLX = "mlx"
 INHERITED_LAYOUTS: Mapping[str, str] = {MLX: HF}
-"""Layouts that inherit another one's tensors unless the tables of a family override them.
+"""Layouts that inherit the cells of another layout unless a table of the family overrides them.
 
-mlx-lm uses transformers' names with a few changes (``sanitize`` in ``mlx_lm/models``). For example,
-experts are stacked, and convolution taps precede the channels.
+mlx-lm uses the names of transformers with a few changes (``sanitize`` in ``mlx_lm/models``). For
+example, it stacks experts, and stores the kernel dimension of a convolution before the channels.
 """
 
 _KEY_PART = re.compile(r"[^\s.,:#{}=|]+")
@@ -109,12 +109,12 @@ _KEY_PART = re.compile(r"[^\s.,:#{}=|]+")
 
 @dataclass(frozen=True, slots=True)
 class LayoutTensor:
-    """A stored tensor of a layout, which contains one or several logical tensors.
+    """A stored tensor in a layout, which contains one or several logical tensors.
 
     Attributes:
-        template: Template of its key.
-        parts: The logical tensors in it, in order, with their leaves. Logical tensors with the same
-            :attr:`Leaf.part` are the same elements.
+        template: Template of the stored tensor's key.
+        parts: Logical tensors in the stored tensor, each with its leaf, in the order of
+            concatenation. Logical tensors with the same :attr:`Leaf.part` share their elements.
     """
 
     template: Template
@@ -122,16 +122,16 @@ class LayoutTensor:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The concatenated leaves in order, one per part."""
+        """One leaf for each concatenated part, in the order of concatenation."""
         return tuple({leaf.part: leaf for _, leaf in self.parts}.values())
 
     @property
     def concat_dim(self) -> int:
-        """The dimension along which the parts are concatenated."""
+        """Dimension along which the parts of the stored tensor are concatenated."""
         return self.parts[0][1].concat_dim
 
     def find_dim(self, axis: str) -> int | None:
-        """Find the dimension that consists only of *axis*, or return None."""
+        """Return the dimension whose only axis is *axis*, or None if there is no such dimension."""
         dims = (leaf.dims.index((axis,)) for leaf in self.leaves if (axis,) in leaf.dims)
         return next(dims, None)
 
@@ -140,17 +140,17 @@ class LayoutTensor:
 
 
 TensorOrDrop: TypeAlias = LayoutTensor | Drop
-"""The stored tensor that has a key, or the rule to drop it."""
+"""Result of looking up a key, either its stored tensor or the rule that drops it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One column of a family's tables, ready for matching.
+    """A layout of a model family, with a lookup table for keys.
 
     Attributes:
-        name: Name such as ``torchtitan@0.3``.
-        leaves: Leaves by name of the logical tensor.
-        stored: The stored tensors in natural order.
+        name: Name of the layout, such as ``torchtitan@0.3``.
+        leaves: Leaf of each logical tensor, by the name of the logical tensor.
+        stored: Stored tensors of the layout, in natural order.
         table: Lookup table from keys to stored tensors or drop rules.
     """
 
@@ -161,23 +161,26 @@ class Layout:
 
     @cached_property
     def stored_by_name(self) -> Mapping[str, LayoutTensor]:
-        """The stored tensor of each logical tensor, by its name."""
+        """Mapping from the name of each logical tensor to the stored tensor that contains it."""
         return {tensor.name: stored for stored in self.stored for tensor, _ in stored.parts}
 
     @cached_property
     def spread_axes(self) -> frozenset[str]:
-        """Axes that are indices of keys, with a stored tensor per entry."""
+        """Axes that are indices of keys, so that each entry is a separate stored tensor."""
         return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread_axes)
 
     def iterate_matches(self, key: str) -> Iterator[tuple[TensorOrDrop, dict[str, int]]]:
-        """Yield each tensor or drop rule that matches *key* (or a template), with index values."""
+        """Yield each stored tensor or drop rule that matches *key*, with the index values.
+
+        *key* may also be the text of a template.
+        """
         for stored in self.stored:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
         yield from self.table.iterate_matches(key)
 
     def has_same_tensors(self, other: Layout) -> bool:
-        """Return whether both layouts store every tensor with the same key and axis order."""
+        """Return whether *other* stores every tensor with the same key and axis order."""
         return self.leaves == other.leaves
 
 
@@ -296,7 +299,7 @@ class Family:
         return tensor_by_name
 
     def find_tensors(self, names: Iterable[str]) -> Iterator[LogicalTensor]:
-        """Yield the tensors in *names*, by name without indices or by word of their group."""
+        """Yield the logical tensors whose name without indices, or whose group, is in *names*."""
         wanted_names = set(names)
         for tensor in self.tensors.values():
             if tensor.name.partition(".")[0] in wanted_names or tensor.group in wanted_names:
@@ -304,14 +307,14 @@ class Family:
 
     @cached_property
     def per_layer_tensors(self) -> frozenset[str]:
-        """Names of the tensors that only some of the layers have."""
+        """Names of optional tensors that demands of the family require only in some layers."""
         demands = (demand for demand in self.demands if demand.is_by_layer)
         required_tensors = (t for demand in demands for t in self.find_tensors(demand.tensors))
         return frozenset(t.name for t in required_tensors if t.optional)
 
     @cached_property
     def key_parts(self) -> frozenset[str]:
-        """Dot-separated parts of the keys of all layouts, found without parsing the tables."""
+        """Dot-separated components of the keys of all layouts, extracted without parsing tables."""
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
         keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
         texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
@@ -319,7 +322,7 @@ class Family:
 
     @cached_property
     def wrapper_prefix(self) -> str:
-        """Common prefix of all keys in ``hf`` except the head's, with its dot, or empty."""
+        """Common prefix, including the dot, of all ``hf`` keys except the head's, or empty."""
         if HF not in self.layouts or not self.ties or self.partial:
             return ""
         heads = {tie.tensor for tie in self.ties}
@@ -335,7 +338,7 @@ class Family:
 
     @cached_property
     def base_layouts(self) -> tuple[str, ...]:
-        """Layouts of models without a head."""
+        """Names of the layouts of models without a language model head."""
         heads = {tie.tensor for tie in self.ties}
         return tuple(
             name + _BASE_SUFFIX
@@ -350,11 +353,11 @@ class Family:
         )
 
     def list_shifts(self, layout: str) -> list[Shift]:
-        """List the shifts of *layout*."""
+        """List the declared shifts of *layout*, which describe how it numbers different layers."""
         return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE_SUFFIX)]
 
     def get_layout(self, name: str) -> Layout:
-        """Get the layout *name*, with its lookup table.
+        """Get the layout named *name*, and build its lookup table on first use.
 
         Raises:
             UsageError: The family has no such layout.
@@ -402,11 +405,11 @@ class Family:
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def expand_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Replace composite axes in *axes* by their parts."""
+        """Replace each composite axis in *axes* by its factors, outermost first."""
         return tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
 
     def describe_size(self, axis: str) -> str:
-        """Describe the size of *axis* for messages, by its field names."""
+        """Return the config field names of the size of *axis*, formatted for messages."""
         composite = next((c for c, parts in self.composite.items() if axis in parts), axis)
         names = self.sizes.get(axis) or self.sizes.get(composite)
         if not names:
@@ -417,5 +420,5 @@ class Family:
 
 
 def is_base_layout(layout: str | None) -> bool:
-    """Return whether a layout is for models without a head."""
+    """Return whether *layout* is for models without a language model head."""
     return layout is not None and layout.endswith(_BASE_SUFFIX)

@@ -1,14 +1,14 @@
-"""Text tables of a model family, and the tensors that they describe.
+"""Parser for the text tables of a model family, and the logical tensors that they define.
 
-One row is one logical tensor, one column one layout (or several that agree)::
+Each row is a logical tensor, and each column is a layout or several layouts with the same cells::
 
     logical  axes        hf: model.layers.{i}.              meta, torchtitan@0.2: layers.{i}.
     q        (h* r p) d  self_attn.q_proj.weight (h p r) d  attention.wq.weight
     q_bias?  (h* r p)    self_attn.q_proj.bias (h p r)      -
 
-Two or more spaces separate columns. A column's prefix precedes each of its keys, and its indices
-(``{i}``) are also those of the logical tensor. ``axes`` names the axes of each stored
-dimension, outermost first, in einops' notation; a cell may give its own order after the key.
+Two or more spaces separate columns. The prefix of a column precedes each of its keys. Indices in
+the prefix (``{i}``) are also indices of the logical tensor. ``axes`` lists the axes of each stored
+dimension, outermost first, in einops' notation. A cell may list a different order after the key.
 
 ====================  ============================================================================
 ``*`` on an axis      it is split across model-parallel ranks (none: every rank has a copy)
@@ -44,7 +44,7 @@ from ckptctl.units import pluralize
 
 
 class TableError(ValueError):
-    """Syntax error in a table."""
+    """Error for a table of a model family that cannot be parsed."""
 
     def __init__(self, message: str, line: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class TableError(ValueError):
 Dims = tuple[tuple[str, ...], ...]
 
 SCALAR = "scalar"
-"""Axes of a tensor without dimensions, in a table."""
+"""Table entry for the axes of a 0-d tensor."""
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
@@ -64,16 +64,19 @@ _CELL = re.compile(r"([^#\s]+?)(?:#(\d)(?:\.(\d)|/(\w+))?)?([+-]\d)?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A logical tensor as one layout stores it.
+    """Position and axis order of a logical tensor in a stored tensor of one layout.
 
     Attributes:
         key: Template of the stored tensor's key.
-        dims: The axes grouped in each stored dimension, outermost first.
-        spread_axes: Axes that are indices of the key, with a separate stored tensor per entry.
-        part: Its position among the concatenated parts of the stored tensor, or None for no parts.
-        concat_dim: The dimension along which parts are concatenated.
-        interleave_axis: The axis at each index of which all parts are concatenated, or empty.
-        offset: Offset that is added to each element to store it.
+        dims: Axes that each stored dimension merges, outermost first.
+        spread_axes: Axes that are indices of the key. Each entry along such an axis is a separate
+            stored tensor.
+        part: Position among the concatenated parts of the stored tensor, or None if the stored
+            tensor is not concatenated.
+        concat_dim: Dimension of the stored tensor along which parts are concatenated.
+        interleave_axis: Axis that the parts share, if they are concatenated separately at each
+            index of this axis. Otherwise empty.
+        offset: Number that is added to each element when it is stored.
     """
 
     key: Template
@@ -86,12 +89,12 @@ class Leaf:
 
     @property
     def standalone(self) -> Leaf:
-        """The leaf as a separate stored tensor that is not fused with others."""
+        """The same leaf as a separate stored tensor, which is not concatenated with other parts."""
         return Leaf(self.key, self.dims, self.spread_axes, offset=self.offset)
 
     @property
     def placement(self) -> tuple[object, ...]:
-        """Its position and axis order in the stored tensor, without the key."""
+        """All fields except the key, for comparison of leaves with different keys."""
         return (
             self.dims,
             self.spread_axes,
@@ -103,12 +106,12 @@ class Leaf:
 
     @property
     def groups(self) -> Dims:
-        """The axes of each dimension, with spread axes first."""
+        """Axes of each dimension of the logical tensor. Each spread axis is a leading dimension."""
         return (*((axis,) for axis in self.spread_axes), *self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes in stored order, with spread ones first."""
+        """All axes, with spread axes first, then the axes of the stored dimensions in order."""
         return tuple(axis for group in self.groups for axis in group)
 
     def __str__(self) -> str:
@@ -120,15 +123,17 @@ class LogicalTensor:
     """A logical tensor, which is one row of a table.
 
     Attributes:
-        name: Name with indices, as in ``q.{i}``.
-        block: Number of its table. The tensors of a block repeat together at each index.
-        indices: Names of its indices.
-        split_axis: The axis that is split across model-parallel ranks, or None if it is replicated.
-        optional: Whether a model may be without it.
-        variant: The layer variant that has it, or None for all.
-        leaves: How each layout stores it.
-        scaled_weight: The weight whose scales it contains, or None.
-        group: Word of the group of optional tensors that it belongs to, or empty.
+        name: Name with placeholders for indices, as in ``q.{i}``.
+        block: Number of the table that defines the tensor. All tensors of a table are repeated
+            together for each index value.
+        indices: Names of the indices.
+        split_axis: Axis that is split across model-parallel ranks, or None if every rank has the
+            complete tensor.
+        optional: Whether a complete model may lack the tensor.
+        variant: Layer variant that has the tensor, or None if all variants have it.
+        leaves: Position and axis order of the tensor in each layout, by layout name.
+        scaled_weight: Name of the weight whose quantization scales the tensor contains, or None.
+        group: Word of the group of optional tensors to which it belongs, or empty.
     """
 
     name: str
@@ -144,10 +149,10 @@ class LogicalTensor:
 
 @lru_cache(maxsize=4096)
 def parse_dims(text: str) -> tuple[Dims, str | None]:
-    """Parse groups of axes, such as ``(h* e) d``.
+    """Parse the axes of each dimension, such as ``(h* e) d``.
 
     Returns:
-        The groups, and the axis that is marked with a star, or None.
+        The axes of each dimension, and the axis with a star, or None if no axis has one.
 
     Raises:
         ValueError: *text* has other characters or nested parentheses, or an axis is repeated.
@@ -166,7 +171,7 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
 
 
 def format_dims(dims: Dims) -> str:
-    """Format *dims* as in a table."""
+    """Format *dims* in the notation of a table, such as ``(h e) d``."""
     if not dims:
         return SCALAR
     return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in dims)
@@ -182,7 +187,7 @@ class _Cell(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of one table, or several rows merged by name."""
+    """A row of a table, or the result of merging rows with the same name from several tables."""
 
     name: str
     indices: tuple[str, ...]
@@ -216,7 +221,7 @@ class _Row(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
-    """Build a leaf, cached for all families with the same cell."""
+    """Build the leaf for a cell. Families with equal cells share one cached leaf."""
     key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
     spread = tuple(index for index in key.indices if index not in indices)
     if not cell.axes:
@@ -228,9 +233,9 @@ def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[LogicalTensor, ...]:
-    """Parse *tables* into logical tensors. Later tables amend earlier ones.
+    """Parse *tables* into logical tensors, where later tables override cells of earlier tables.
 
-    A layout inherits missing cells from the layout that it is *like*.
+    *like* names, for a layout, another layout from which it inherits missing cells.
 
     Raises:
         TableError: A table cannot be parsed.
@@ -248,7 +253,7 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Logica
 
 @lru_cache(maxsize=1024)
 def _parse_rows(table: str) -> tuple[_Row, ...]:
-    """Parse the rows of a table, cached because many families share tables."""
+    """Parse the rows of *table*. Results are cached because many families share tables."""
     header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
     names = _GAP.split(header)
     if names[0] != "logical":
@@ -263,7 +268,7 @@ def _parse_rows(table: str) -> tuple[_Row, ...]:
 
 
 def _parse_row(names: list[str], texts: list[str]) -> _Row:
-    """Parse the cells of a row, where *names* are the column headers."""
+    """Parse the cells *texts* of a row. *names* are the names of their columns."""
     if len(texts) != len(names):
         raise ValueError(
             f"row `{texts[0]}` has {pluralize(len(texts), 'cell')} instead of {len(names)}"

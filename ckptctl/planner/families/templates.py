@@ -1,9 +1,10 @@
-"""Key templates such as ``model.layers.{i}.self_attn.q_proj.weight``, and keys grouped by kind.
+"""Key templates such as ``model.layers.{i}.self_attn.q_proj.weight``, and groups of similar keys.
 
-An index is a complete dot-separated part of a key, a decimal number of at most five digits without
-leading zeros. No model counts further, and an absurd number would make loops endless. A template
-matches a complete key. A model of a hundred layers has about fifteen kinds of keys. The values of
-one index may have words as names, as in ``experts.{c=gate_proj|up_proj}.weight``.
+An index is a dot-separated component of a key. It is a decimal number of at most five digits
+without leading zeros. The limit prevents very long loops if a key contains a huge number. A
+template must match the complete key. Keys that differ only in numbers are processed together,
+because a model with a hundred layers has only about fifteen such groups. One index of a template
+may have words instead of numbers, as in ``experts.{c=gate_proj|up_proj}.weight``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
 MAX_CACHED_KEYS = 1 << 16
-"""Number of cached keys. Each key is looked up in every layout that may match."""
+"""Maximum number of cached keys. Each key is looked up in several layouts."""
 T = TypeVar("T")
 
 
 @lru_cache(maxsize=MAX_CACHED_KEYS)
 def split_numbers(key: str) -> tuple[str, tuple[int, ...]]:
-    """Split a key into its skeleton, with ``#`` for each number, and the numbers."""
+    """Split a key into a skeleton, which has ``#`` in place of each number, and these numbers."""
     parts, numbers = key.split("."), []
     for place, part in enumerate(parts):
         # Few parts are numbers, so the cheap check comes first.
@@ -37,17 +38,17 @@ def split_numbers(key: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A key with named indices.
+    """A key with placeholders for named indices.
 
     Attributes:
-        text: The template as written.
-        skeleton: The text with ``#`` for every index and every literal number, and the first word
-            for an index with words.
-        slots: For each ``#`` the index's name, or the literal number.
-        indices: The names of the indices, each once, in order of appearance.
-        word_index: The index whose values are words, or empty.
-        words: Words for the values of *word_index*, from 0 on.
-        fixed: An index without a slot and its value, or ``()``.
+        text: The template as written in the table.
+        skeleton: The text with ``#`` in place of each index and each literal number. An index with
+            words is replaced by its first word.
+        slots: Name of the index, or the literal number, for each ``#`` of the skeleton.
+        indices: Names of the indices in order of appearance, without duplicates.
+        word_index: Name of the index whose values are words, or empty.
+        words: Words for the values 0, 1, and so on of *word_index*.
+        fixed: Name and value of an index that a word in the text determines, or ``()``.
     """
 
     text: str
@@ -94,17 +95,17 @@ class Template:
 
     @property
     def has_distinct_slots(self) -> bool:
-        """Whether any numbers match, because every slot is a different index."""
+        """Whether every slot is a different index, so that any numbers match."""
         return len(self.slots) == len(self.indices)
 
     @property
     def word_placeholder(self) -> str:
-        """The part of the text that lists words, or empty."""
+        """The placeholder in :attr:`text` that lists words, or an empty string."""
         return f"{{{self.word_index}={'|'.join(self.words)}}}" if self.words else ""
 
     @property
     def word_variants(self) -> tuple[Template, ...]:
-        """One template per word, or the template itself if it has no words."""
+        """One template for each word, or only this template if it has no words."""
         if not self.words:
             return (self,)
         templates = (
@@ -115,7 +116,7 @@ class Template:
         )
 
     def to_index_values(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
-        """Convert the numbers of a key to index values, or return None if they do not match."""
+        """Map index names to the numbers of a key, or return None if these do not match."""
         if len(numbers) != len(self.slots):
             return None
         if self.has_distinct_slots:
@@ -127,7 +128,7 @@ class Template:
         return values
 
     def format_key(self, values: Mapping[str, int | str]) -> str:
-        """Format the key with these index values. Strings may be placeholders."""
+        """Format a key with the given index values. A string value is inserted as a placeholder."""
         if not self.words:
             return self.text.format_map(values)
         word_by_value: dict[int | str, str] = dict(enumerate(self.words))
@@ -137,12 +138,12 @@ class Template:
 
 
 def get_skeleton(key: str) -> str:
-    """Return *key* with ``#`` for each number, under which templates are indexed."""
+    """Return *key* with ``#`` in place of each number, as in :attr:`Template.skeleton`."""
     return split_numbers(key)[0]
 
 
 class TemplateTable(Generic[T]):
-    """Lookup table from keys to values, one value per template. The first match wins."""
+    """Lookup table that maps each key to the value of the first template that matches it."""
 
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
@@ -151,15 +152,19 @@ class TemplateTable(Generic[T]):
                 self._by_skeleton.setdefault(variant.skeleton, []).append((variant, meaning))
 
     def list_entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
-        """List the templates with *skeleton* and their values, in order of precedence."""
+        """List each template that has *skeleton*, with its value, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
     def find_match(self, key: str) -> tuple[T, dict[str, int]] | None:
-        """Find the first value for *key*, with index values, or return None if nothing matches."""
+        """Find the first template that matches *key*.
+
+        Returns:
+            The value of the template and the index values, or None if no template matches.
+        """
         return next(self.iterate_matches(key), None)
 
     def iterate_matches(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
-        """Yield the value of every template that matches *key*, with the index values, in order."""
+        """Yield the value and the index values of every template that matches *key*."""
         skeleton, numbers = split_numbers(key)
         for template, meaning in self.list_entries(skeleton):
             values = template.to_index_values(numbers)
@@ -171,7 +176,7 @@ class KeyKind:
     """Keys that differ only in their numbers.
 
     Attributes:
-        words: The parts of the keys that are not numbers.
+        words: Dot-separated components that all keys share, which are not numbers.
     """
 
     def __init__(self, skeleton: str, keys: list[str], numbers: list[tuple[int, ...]]) -> None:
@@ -180,17 +185,17 @@ class KeyKind:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """The first number of each key, the second of each key, and so on."""
+        """Numbers of all keys, transposed to one tuple for each position in the skeleton."""
         return tuple(zip(*self.numbers, strict=True))
 
     def select_keys(self, chosen: Sequence[bool]) -> KeyKind:
-        """Select the keys for which *chosen* is true."""
+        """Return only the keys at positions where *chosen* is true."""
         keys, numbers = compress(self.keys, chosen), compress(self.numbers, chosen)
         return KeyKind(self.skeleton, list(keys), list(numbers))
 
 
 def group_keys_by_kind(keys: Iterable[str]) -> list[KeyKind]:
-    """Group *keys* by kind, in the order of their first keys."""
+    """Group keys that differ only in numbers, in the order in which the groups first occur."""
     kinds: dict[tuple[str, int], KeyKind] = {}
     for key in keys:
         skeleton, numbers = split_numbers(key)

@@ -1,4 +1,4 @@
-"""Validation of a family's tables and fields before a checkpoint is mapped."""
+"""Validation of the tables and fields of a model family before it is used."""
 
 from __future__ import annotations
 
