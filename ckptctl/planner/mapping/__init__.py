@@ -1,1 +1,1 @@
-"""Mapping of tensors from one layout to another, by names and positions of elements."""
+"""Mapping of tensors from one layout to another, by key and by position of each element."""

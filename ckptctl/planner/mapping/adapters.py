@@ -1,10 +1,10 @@
-"""Families of LoRA and DoRA adapters, derived from those of their models.
+"""Families of LoRA and DoRA adapters, derived from the families of the base models.
 
-A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R,
-in) (LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales its rows to the
-lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
-that the tables of a model family also map them. A layer that is fused into a concatenated tensor
-has its rows of that tensor's B, and shares the complete A.
+LoRA (Hu et al., arXiv:2106.09685) changes a layer ``W`` (out, in) to ``W + s B A`` with ``lora_b``
+= B (out, R) and ``lora_a`` = A (R, in). DoRA (Liu et al., arXiv:2402.09353) also scales the rows to
+the norms in ``magnitude``. B and the magnitude have the same row order as W, so that the tables of
+the model family also map them. If a layer is concatenated with others into one tensor, it owns the
+corresponding rows of the tensor's B and shares A.
 
 Sources: peft's ``tuners/lora`` and ``utils/save_and_load.py``, torchtune's ``modules/peft`` and
 ``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``,
@@ -25,10 +25,10 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import match_keys
 
 ADAPTER_SUFFIX = "-lora"
-"""Suffix of the model type for its adapters."""
+"""Suffix that is appended to a model type to name the family of its adapters."""
 
 UNFUSED = "apart"
-"""The layout of logical names without concatenation, with the row order of another layout."""
+"""Layout in which each logical tensor is separate, with the row order of another layout."""
 
 RANK_AXIS = "R"
 PEFT_PREFIX = "base_model.model."
@@ -36,14 +36,14 @@ PEFT_LAYOUTS = ("peft", "peft-v5")
 FACTOR_ROLES = ("lora_a", "lora_b", "magnitude")
 EMBEDDING_TENSOR = "embed"
 EXPERT_AXIS = "x"
-"""The axis of a family's experts."""
+"""Name of the axis that enumerates experts."""
 COPY_INFIXES = {"saved": "", "beneath": ".base_layer"}
-"""Infixes of keys of complete tensors, by role, a replacement or the base layer of factors."""
+"""Key infixes of complete tensors in an adapter, which replace a layer or are its base layer."""
 _PLAIN_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _MCORE_SUFFIXES = (".linear_in.weight", ".linear_out.weight")
 _PEFT_EMBEDDING_SUFFIXES = (".lora_embedding_B", ".lora_embedding_A")
-"""PEFT's suffixes for A and B of an embedding, which it stores transposed to look up A."""
+"""PEFT's suffixes for B and A of an embedding, which PEFT stores transposed."""
 RANK_FIRST_SUFFIXES = (
     _PLAIN_SUFFIXES[0],
     _PEFT_SUFFIXES[0],
@@ -54,12 +54,12 @@ RANK_FIRST_SUFFIXES = (
 
 
 class _FactorNaming(NamedTuple):
-    """A program's names for the factors of a layer.
+    """Names that a program gives to the adapter factors of a layer.
 
     Attributes:
-        layout: The model's layout.
-        suffixes: Suffixes of the layer's name, in the order of roles. Later roles may be missing.
-        module: Infix between the layer's name and the suffix.
+        layout: Layout of the base model.
+        suffixes: Suffix of the layer name for each role, in order. The last roles may be missing.
+        module: Infix between the layer name and the suffix.
         parts: Infix for each part of a concatenated layer with separate factors, or empty if the
             concatenated layer has common factors.
     """
@@ -71,7 +71,7 @@ class _FactorNaming(NamedTuple):
 
 
 CANONICAL_SUFFIX = "-canonical"
-"""Megatron-Bridge's name for adapters whose concatenated layers have factors for each part."""
+"""Layout suffix for Megatron-Bridge's adapters with separate factors for concatenated layers."""
 _MCORE_PART_NAMES = {"q": "q", "k": "k", "v": "v", "w1": "gate", "w3": "up"}
 _NAMINGS = {
     "peft": _FactorNaming("hf", _PEFT_SUFFIXES),
@@ -89,7 +89,7 @@ _NAMINGS = {
 }
 ADAPTER_LAYOUTS = tuple(_NAMINGS)
 SCALED_BIAS_LAYOUTS = ("torchtune",)
-"""Layouts of programs whose DoRA also scales the bias of a layer. PEFT's does not."""
+"""Layouts of programs in which DoRA also scales the bias of a layer, unlike in PEFT."""
 _ADAPTER_KEY = re.compile(
     r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)"
     r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
@@ -98,19 +98,19 @@ _WEIGHT_SUFFIX = ".weight"
 
 
 def has_adapter_factors(names: Collection[str]) -> bool:
-    """Return whether any of *names* is a low-rank factor."""
+    """Return whether any of the tensor *names* is a low-rank factor of an adapter."""
     return any(_ADAPTER_KEY.search(name) for name in names)
 
 
 def is_factor(name: str) -> bool:
-    """Return whether *name* is a low-rank factor or a magnitude."""
+    """Return whether *name* is a low-rank factor or a DoRA magnitude of an adapter."""
     return name.endswith((*_PLAIN_SUFFIXES, *_PEFT_SUFFIXES, *_PEFT_EMBEDDING_SUFFIXES)) or (
         name.endswith(_MCORE_SUFFIXES) and has_adapter_factors([name])
     )
 
 
 def list_unpaired_factors(names: Collection[str]) -> list[str]:
-    """List the factors among *names* whose counterpart is missing."""
+    """List the low-rank factors among *names* that have only A without B, or B without A."""
     pairs = {_PEFT_EMBEDDING_SUFFIXES, *(naming.suffixes[:2] for naming in _NAMINGS.values())}
     return [
         name
@@ -123,7 +123,7 @@ def list_unpaired_factors(names: Collection[str]) -> list[str]:
 
 
 def get_module_name(name: str) -> str:
-    """Return the layer of an adapter's tensor, without PEFT's prefix."""
+    """Return the name of the layer that an adapter tensor changes, without PEFT's prefix."""
     for suffix in (*_PEFT_SUFFIXES, *_PLAIN_SUFFIXES, *_MCORE_SUFFIXES, *_PEFT_EMBEDDING_SUFFIXES):
         name = name.removesuffix(suffix)
     return name.removeprefix(PEFT_PREFIX)
@@ -133,8 +133,9 @@ def get_module_name(name: str) -> str:
 def derive_adapter_family(base: Family) -> Family:
     """Derive the family of the adapters of *base*.
 
-    Its layouts are those of *base* in which programs write adapters, with the same names except for
-    ``peft`` (``hf``). Layouts that insert layers at positions from a config are excluded.
+    It has the layouts of *base* in which programs write adapters. Layout names are the same, except
+    that ``peft`` replaces ``hf``. Layouts that insert layers at positions from a
+    config are excluded.
     """
     inserting_layouts = {shift.layout for shift in base.shifts if shift.place != "after"}
     namings = {
@@ -170,9 +171,9 @@ def derive_adapter_family(base: Family) -> Family:
 
 @cache
 def derive_unfused_adapters(base: Family, layout: str) -> Family:
-    """Derive the adapter family with :data:`UNFUSED`, in the row order of *layout*.
+    """Derive the adapter family of *base*, with :data:`UNFUSED` in the row order of *layout*.
 
-    In this layout, embeddings have factors in the form of linear layers
+    In :data:`UNFUSED`, factors of embeddings are stored like factors of linear layers
     (:func:`to_linear_factor_name`).
     """
     family = derive_adapter_family(base)
@@ -196,10 +197,10 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
 
 @cache
 def map_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
-    """Map the weights of layers to their biases, if DoRA scales these biases in *layout*.
+    """Map the weight of each layer to its bias, if DoRA scales biases in *layout*.
 
     Returns:
-        Names in the tables, without indices.
+        Names of logical tensors, without indices. Empty if DoRA does not scale biases.
     """
     tensors = base.tensors.values() if layout in SCALED_BIAS_LAYOUTS else ()
     keys = {
@@ -219,7 +220,7 @@ def map_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
 
 @cache
 def derive_unfused_model(base: Family, layout: str) -> Family:
-    """Derive the family of *base* with only *layout* and :data:`UNFUSED`."""
+    """Derive a copy of *base* that has only the layouts *layout* and :data:`UNFUSED`."""
     rows = tuple(
         replace(
             tensor,
@@ -244,7 +245,7 @@ def derive_unfused_model(base: Family, layout: str) -> Family:
 def _iterate_adapter_tensors(
     tensor: LogicalTensor, namings: Mapping[str, _FactorNaming]
 ) -> Iterator[LogicalTensor]:
-    """Yield the possible adapter tensors of a tensor of the model."""
+    """Yield all tensors that an adapter may contain for *tensor* of the base model."""
     leaves = {
         n: tensor.leaves[naming.layout]
         for n, naming in namings.items()
@@ -284,15 +285,15 @@ def _iterate_adapter_tensors(
 
 
 def _is_linear(leaf: Leaf) -> bool:
-    """Return whether *leaf* is a linear layer, or some rows of a concatenated one."""
+    """Return whether *leaf* is a linear layer, or one part of a concatenated linear layer."""
     is_weight = leaf.key.text.endswith(_WEIGHT_SUFFIX)
     return is_weight and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.concat_dim)
 
 
 def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
-    """List the weights of linear layers among *keys*, without embeddings and routers.
+    """List the weights of linear layers among *keys*, except embeddings and routers.
 
-    transformers 5 has a separate module for routers, to which PEFT adds no factors.
+    Routers are excluded because PEFT adds no factors to the router modules of transformers 5.
     """
     groups = match_keys(family, family.get_layout(layout), keys).groups
     linear = {
@@ -308,7 +309,7 @@ def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list
 
 
 def _is_embedding(key: str) -> bool:
-    """Return whether *key* is an embedding of tokens or of distances."""
+    """Return whether *key* is a token embedding or an embedding of relative distances."""
     module = key.rpartition(".")[0].rpartition(".")[2]
     distances = key.endswith(".relative_attention_bias.weight")
     return "embed" in module or distances or key == "shared.weight"
@@ -317,7 +318,7 @@ def _is_embedding(key: str) -> bool:
 def _find_factor(
     tensor: LogicalTensor, name: str, leaf: Leaf, number: int
 ) -> tuple[Leaf, Template]:
-    """Return the leaf of the model that a factor changes, and the factor's key."""
+    """Return the leaf of the base model that a factor changes, and the key of the factor."""
     naming = _NAMINGS[name]
     part = naming.parts.get(tensor.name.partition(".")[0], "") if leaf.part is not None else ""
     prefix = PEFT_PREFIX if name in PEFT_LAYOUTS else ""
@@ -328,7 +329,7 @@ def _find_factor(
 
 
 def to_linear_factor_name(name: str) -> str:
-    """Convert the name of an embedding's factor to that of a linear layer's factor."""
+    """Convert the name of an embedding factor to the name that a linear factor would have."""
     for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + linear
@@ -336,7 +337,7 @@ def to_linear_factor_name(name: str) -> str:
 
 
 def _to_linear_leaf(leaf: Leaf) -> Leaf:
-    """Convert the leaf of an embedding's factor to a linear layer's. Other leaves stay the same."""
+    """Convert the leaf of an embedding factor to the leaf of a linear factor, if it is one."""
     name = to_linear_factor_name(leaf.key.text)
     if name == leaf.key.text:
         return leaf
@@ -344,7 +345,7 @@ def _to_linear_leaf(leaf: Leaf) -> Leaf:
 
 
 def _to_embedding_leaf(leaf: Leaf) -> Leaf:
-    """Convert a leaf of a factor to PEFT's transposed form for embeddings."""
+    """Transpose the leaf of a linear factor, as PEFT stores the factors of embeddings."""
     for suffix, linear in zip(_PEFT_EMBEDDING_SUFFIXES, _PEFT_SUFFIXES, strict=False):
         if leaf.key.text.endswith(linear):
             key = Template.parse(leaf.key.text.removesuffix(linear) + suffix)
@@ -358,7 +359,7 @@ def _build_copy_key(key: str, infix: str) -> Template:
 
 
 def _build_factor_leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
-    """Build the leaf of one factor, or of a copy, of a tensor that is stored as *leaf*."""
+    """Build the leaf of the adapter tensor *role* for a tensor that is stored as *leaf*."""
     if role in COPY_INFIXES:
         return replace(leaf, key=key)
     rows: Dims = (leaf.dims[0],)

@@ -1,4 +1,4 @@
-"""Checks for missing and unknown tensors of a model."""
+"""Checks whether the tensors of a model are complete and all keys are known."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from ckptctl.planner.mapping.matching import (
 from ckptctl.units import pluralize
 
 ALWAYS_LISTED = 1000
-"""Number of missing keys that are always listed. Further ones may only be counted."""
+"""Minimum of the default limit for listing missing keys. Further keys are only counted."""
 
 
 class MissingKey(NamedTuple):
-    """A key that a complete model would have and this one does not have.
+    """A key that a complete model would have, but that the checkpoint lacks.
 
     Attributes:
         key: The missing key.
-        is_certain: Whether this model certainly needs it, because the tensor exists at other
+        is_certain: Whether the model certainly needs the key, because the tensor exists at other
             indices or has no index.
     """
 
@@ -52,8 +52,8 @@ class MissingKeys(NamedTuple):
     """The missing keys of a model.
 
     Attributes:
-        keys: The keys, only the first ones of very many.
-        total: Number of missing keys, including those that are not listed.
+        keys: The missing keys. If they exceed the limit, only the first ones.
+        total: Number of all missing keys, including unlisted keys.
     """
 
     keys: list[MissingKey]
@@ -71,17 +71,17 @@ def find_missing_keys(
     required: Collection[Slot] = (),
     max_keys: int | None = None,
 ) -> MissingKeys:
-    """Find the keys that a complete model would have and this one does not have.
+    """Find the keys that a complete model would have, but that *matched* lacks.
 
-    If *sizes* does not contain a count, it is taken from the largest number in the keys.
+    If *sizes* has no size for an index, the size is the largest number in the keys plus 1.
 
     Args:
         family: The model type.
         layout: The layout of the keys.
         matched: The keys of the model.
         sizes: Axis sizes and numbers of layers from a config.
-        tied: Whether tensors are tied.
-        absent_tensors: Logical tensors that this model does not have.
+        tied: Whether the ties of *family* apply.
+        absent_tensors: Names of logical tensors that this model does not have.
         required: Optional tensors that the model's config requires.
         max_keys: Maximum number of keys to list, or None for a default limit.
     """
@@ -121,8 +121,8 @@ def find_missing_keys(
 class ExpectedTensors:
     """The logical tensors of a complete model, inferred from the tensors that exist.
 
-    An optional tensor is expected in every layer if one layer has it or another tensor of its
-    group. A tensor of a variant is expected in the layers of that variant.
+    An optional tensor is expected in every layer if any layer has it or has another tensor of its
+    group. A tensor of a layer variant is expected only in layers of that variant.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ExpectedTensors:
             )
 
     def iterate_missing(self, max_keys: int | None = None) -> Iterator[MissingKey]:
-        """Yield missing keys, at most *max_keys* or a default limit."""
+        """Yield at most *max_keys* missing keys, or as many as a default limit if it is None."""
         if self._family.partial:
             return
         seen: set[str] = set()
@@ -165,7 +165,7 @@ class ExpectedTensors:
                 yield absent
 
     def _iterate_all_missing(self) -> Iterator[MissingKey]:
-        """Yield missing keys. The key of a fused tensor is repeated for each part."""
+        """Yield all missing keys, with the key of a fused tensor repeated for each missing part."""
         for name in self._layout.leaves:
             tensor = self._family.tensors[name]
             is_certain = not tensor.indices or bool(self._matched.count_keys(tensor))
@@ -180,7 +180,7 @@ class ExpectedTensors:
                     yield MissingKey(key, is_certain=True)
 
     def iterate_missing_required(self, required: Collection[Slot]) -> Iterator[MissingKey]:
-        """Yield the missing keys of *required* tensors, once per stored tensor."""
+        """Yield the missing keys of *required* tensors, without repeated keys of fused tensors."""
         missing_keys: dict[str, None] = {}
         numbering = self._matched.numbering
         for name, places in groupby(sorted(required), key=itemgetter(0)):
@@ -200,7 +200,7 @@ class ExpectedTensors:
         yield from (MissingKey(key, is_certain=True) for key in missing_keys)
 
     def count_missing(self, excused_templates: Collection[str]) -> int:
-        """Count the missing keys, without those of *excused_templates* templates."""
+        """Count the missing keys, except keys of the templates in *excused_templates*."""
         key_counts: Counter[int] = Counter()
         for group in self._matched.groups:
             key_counts[id(group.stored)] += len(group.keys)
@@ -221,7 +221,7 @@ class ExpectedTensors:
         return missing
 
     def _iterate_missing_keys(self, tensor: LogicalTensor) -> Iterator[str]:
-        """Yield the missing keys of *tensor*, none if the number of its keys is right."""
+        """Yield the missing keys of *tensor*, or nothing if it has the expected number of keys."""
         leaf, matched = self._layout.leaves[tensor.name], self._matched
         entry_count = math.prod(self._stated_counts.get(axis, 0) for axis in leaf.spread_axes)
         if matched.count_keys(tensor) == self._count_expected(tensor) * entry_count:
@@ -233,9 +233,11 @@ class ExpectedTensors:
                     yield format_key(self._layout, tensor, values, position, matched.numbering)
 
     def _iterate_zero_rules(self) -> Iterator[tuple[Drop, set[str], LogicalTensor]]:
-        """Yield each rule about zeros in some layers, the keys of the zeros, and their neighbor.
+        """Yield each drop rule that requires all-zero tensors in some layers.
 
-        All layers with the neighboring tensor need the zeros.
+        Yields:
+            The rule, the existing keys of the all-zero tensors, and the logical tensor whose layers
+            need them.
         """
         for rule in self._family.drops:
             dropped = self._matched.dropped.items()
@@ -272,18 +274,21 @@ class ExpectedTensors:
         return is_present or not tensor.optional
 
     def _is_per_layer(self, tensor: LogicalTensor) -> bool:
-        """Return whether only some layers have *tensor*, or the weight that it scales."""
+        """Return whether only some layers have *tensor*, or the weight whose scales it contains."""
         return (tensor.scaled_weight or tensor.name) in self._family.per_layer_tensors
 
     def _find_layers(self, tensor: LogicalTensor) -> set[IndexValues]:
-        """Return the layers that have *tensor*, its weight, or another tensor of its group."""
+        """Return the layers with *tensor*, the weight that it scales, or a tensor of its group."""
         if tensor.scaled_weight:
             tensor = self._family.tensors[tensor.scaled_weight]
         group_tensors = self._family.find_tensors((tensor.group,)) if tensor.group else (tensor,)
         return set().union(*(self._matched.find_index_values(mate) for mate in group_tensors))
 
     def _assign_variants(self, group: Sequence[str], required: Collection[Slot]) -> None:
-        """Assign a variant to layers without one, by *required* tensors or else by frequency."""
+        """Assign a variant of *group* to each layer whose tensors determine none.
+
+        The variant is determined by *required* tensors, or else is the most frequent variant.
+        """
         samples = {t.indices: t for t in self._family.tensors.values() if t.variant in group}
         for indices, sample in samples.items():
             layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
@@ -306,7 +311,7 @@ class ExpectedTensors:
 def iterate_unwritten_notes(
     family: Family, source: Layout, target: Layout, required: Collection[Slot]
 ) -> Iterator[str]:
-    """Yield a note about *required* tensors that only *target* has."""
+    """Yield a note if *target* has *required* tensors that *source* does not have."""
     names = [
         format_key(target, family.tensors[name], values)
         for name, values in sorted(required)
@@ -324,7 +329,7 @@ def iterate_unwritten_notes(
 def is_truncated(
     family: Family, layout: Layout, matched: MatchedKeys, absent: Collection[str]
 ) -> bool:
-    """Return whether a model has only its first tensors and layers, as if it were truncated."""
+    """Return whether only tensors at the end of the model are *absent*, as after a truncation."""
     blocks = [tensor.block for tensor in family.tensors.values() if tensor.indices]
     if not blocks:
         return False
@@ -345,7 +350,7 @@ def is_truncated(
 
 
 def describe_variant_conflict(family: Family, matched: MatchedKeys) -> str | None:
-    """Describe the first layer with tensors of two variants, or return None."""
+    """Describe the first layer with tensors of two variants, or return None if there is none."""
     layers = matched.layers
     for group in family.variants:
         for first_kind, second_kind in combinations(
@@ -359,7 +364,7 @@ def describe_variant_conflict(family: Family, matched: MatchedKeys) -> str | Non
 
 
 def _describe_conflict(family: Family, group: Sequence[str], matched: MatchedKeys) -> str | None:
-    """Describe the first keys that assign a layer to two variants of *group*."""
+    """Describe the first two keys that assign one layer to two variants of *group*, or None."""
     position_by_key = {key: number for number, key in enumerate(matched.order)}
     firsts = [(next(iter(keys.values())), slot) for slot, keys in matched.keys.items()]
     layers: dict[VariantLayers, dict[IndexValues, str]] = {}
@@ -379,10 +384,10 @@ def _describe_conflict(family: Family, group: Sequence[str], matched: MatchedKey
 def require_known_keys(
     family: Family, layout: Layout, matched: MatchedKeys, absent: Sequence[str]
 ) -> None:
-    """Require that the layout knows all keys.
+    """Require that every key of the checkpoint matches a template of *layout*.
 
     Raises:
-        UnmappedTensorError: The layout does not know some of the keys.
+        UnmappedTensorError: Some keys match no template.
     """
     if not matched.unmatched:
         return
@@ -410,7 +415,10 @@ def require_known_keys(
 
 
 def list_similar_keys(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
-    """List possible corrections of a misspelled *key*, missing keys and keys with its indices."""
+    """List possible corrections of a misspelled *key*.
+
+    These are keys in *absent*, and all keys of the layout with the indices of *key*.
+    """
     numbers = [part for part in key.split(".") if part.isdigit()]
     candidates = []
     for leaf in layout.leaves.values():
@@ -432,10 +440,10 @@ def require_no_missing_tensors(
     where: str | None = None,
     hint: str | None = None,
 ) -> None:
-    """Require that no tensors are missing.
+    """Raise an error if *names* of missing tensors is not empty.
 
     Raises:
-        MissingTensorsError: There are *names* of missing tensors.
+        MissingTensorsError: Tensors are missing.
     """
     if not names:
         return
