@@ -1,4 +1,4 @@
-"""Detection of the model type and layout of a checkpoint, by its keys and its config."""
+"""Detection of the model type and layout of a checkpoint from its keys, shapes and configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptctl.units import pluralize
 
 MIN_KNOWN_SHARE = 0.5
 MAX_NAMED_KEYS = 5
-"""Maximum number of unknown or missing keys to name."""
+"""Maximum number of unknown or missing keys that a candidate lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Candidate:
 
     Attributes:
         family: Name of the model type.
-        layout: The layout, the first one of identical layouts.
-        alike: Other layouts that store every tensor with the same key and axis order.
-        evidence: Number of known keys and matching config fields, for messages.
+        layout: Name of the layout. Of several identical layouts, the first or the preferred one.
+        alike: Names of identical layouts, which store all tensors with equal keys and axis order.
+        evidence: Number of known keys and matching config fields, formatted for messages.
         unmatched: Unknown keys, at most five.
         missing: Missing keys, at most five.
         matched: The keys of the checkpoint in this layout.
-        share: Fraction of all keys that are known, from 0 to 1.
+        share: Fraction of the checkpoint's keys that the layout knows, from 0 to 1.
     """
 
     family: str
@@ -66,18 +66,19 @@ def detect_layouts(
     is_user_specified: bool = False,
     root: str = "",
 ) -> tuple[Candidate, ...]:
-    """Detect the model types and layouts that match best, several if they match equally well.
+    """Detect the model types and layouts that match best, or several if they match equally well.
 
-    If none is exact, candidates know most keys, and mapping will report the error.
+    If no layout matches exactly, the candidates are the layouts that know the most keys. Mapping
+    then reports an error.
 
     Args:
-        shapes: Shape of each tensor by key, those of one rank if there are several *ranks*.
+        shapes: Shape of each tensor by key. With several *ranks*, the shapes on one rank.
         families: The model types to choose from.
         config: config.json, or None.
         params: params.json, or None.
         ranks: Number of model-parallel shards.
-        prefer: The preferred layout among identical ones.
-        min_share: Fraction of all keys that a layout must know, 1 for exact matches only.
+        prefer: Layout to prefer among identical layouts, or None.
+        min_share: Minimum fraction of the keys that a layout must know. 1 requires exact matches.
         is_user_specified: Whether the user specified the model type, so that configs cannot
             exclude it.
         root: Prefix that was removed from the keys, with its dot.
@@ -122,7 +123,7 @@ def detect_layouts(
 def list_families_matching_configs(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
-    """List the model types that match the configs, without types that a listed one refines."""
+    """List the model types that match the configs, except types that another match refines."""
     normalized_configs = [
         None if file is None else add_rope_fields(file) for file in (config, params)
     ]
@@ -152,9 +153,10 @@ class _DetectionArguments(NamedTuple):
 def _list_plausible_layouts(
     family: Family, arguments: _DetectionArguments, share: float
 ) -> list[str]:
-    """List the layouts that may know a *share* of the keys, by comparing only key skeletons.
+    """List the layouts that may know at least a fraction *share* of the keys.
 
-    Words of keys are compared first, so that the tables of other families are never parsed.
+    Only key skeletons are compared. The words in keys are compared first, so that the tables of
+    families without these words are never parsed.
     """
     min_keys = share * len(arguments.shapes)
     known_kinds = [kind for kind in arguments.known_kinds if kind.words <= family.key_parts]
@@ -202,7 +204,7 @@ def _list_candidates(
 ) -> list[Candidate]:
     """List a candidate for each layout that knows at least a fraction *min_share* of the keys.
 
-    Layouts that give these keys the same meanings are merged into one candidate.
+    Layouts that map these keys to the same tensors are merged into one candidate.
     """
     tied = has_tied_embeddings(family, *arguments.files)
     distinct_layouts: list[str] = []
@@ -279,10 +281,10 @@ def _build_candidate(
 
 
 def _exclude_inherited(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Exclude a candidate with an inherited layout if another family has the original layout.
+    """Exclude inherited layouts if another family matches with the original layout.
 
-    Keys in the published layout are more likely. If one family matches in both layouts, both
-    candidates remain.
+    The original layout, in which models are published, is more likely. If one family matches with
+    both layouts, both candidates remain.
     """
     families_by_layout: dict[str, set[str]] = {}
     for candidate in candidates:
@@ -299,7 +301,7 @@ def _exclude_inherited(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _exclude_unproven(
     candidates: list[Candidate], families: Mapping[str, Family]
 ) -> list[Candidate]:
-    """Exclude families that no tensor distinguishes from others, unless none remains."""
+    """Exclude families of which the checkpoint has no distinguishing tensor, unless all lack it."""
 
     def is_proven(candidate: Candidate) -> bool:
         family = families[candidate.family]
@@ -310,7 +312,7 @@ def _exclude_unproven(
 
 
 def list_ancestor_families(family: Family, known_families: Mapping[str, Family]) -> list[str]:
-    """List the families that *family* refines, directly or indirectly, the nearest first."""
+    """List all families that *family* refines directly or indirectly, nearest first."""
     names: list[str] = []
     parent = family.refines
     while parent is not None and parent in known_families and parent not in names:
@@ -322,7 +324,7 @@ def list_ancestor_families(family: Family, known_families: Mapping[str, Family])
 def _exclude_refined(
     candidates: list[Candidate], known_families: Mapping[str, Family]
 ) -> list[Candidate]:
-    """Exclude families that another candidate refines."""
+    """Exclude candidates whose family is refined by the family of another candidate."""
     refined_candidates = {
         (name, special.layout)
         for special in candidates

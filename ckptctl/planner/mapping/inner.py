@@ -1,7 +1,7 @@
-"""Submodels, such as the text model of a vision-language model that is trained separately.
+"""Mapping of submodels, such as a separately trained text model of a vision-language model.
 
-Both families have the same names and axes of logical tensors, so that the names of the separate
-submodel are one more layout of the complete model.
+The families of the submodel and of the complete model use the same names and axes for their common
+logical tensors. The keys of the submodel are therefore another layout of the complete model.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family
 
 SUBMODEL_LAYOUT = "alone"
-"""The layout with the names of the separate submodel."""
+"""Name of the layout with the keys of the separate submodel."""
 
 
 def derive_submodel_family(
     submodel: Family, layout: str, model: Family, target: str
 ) -> Family | None:
-    """Derive the family of the tensors that two models share.
+    """Derive a family of the tensors that a submodel and a complete model share.
 
-    Its layouts are :data:`SUBMODEL_LAYOUT` and *target*.
+    The layouts of this family are :data:`SUBMODEL_LAYOUT` and *target*.
 
     Args:
         submodel: The model type of the submodel.
-        layout: The submodel's layout.
-        model: The model type that contains the submodel.
+        layout: Layout of the submodel.
+        model: The model type of the complete model.
         target: A layout of the complete model.
 
     Returns:
@@ -63,7 +63,7 @@ def derive_submodel_family(
 def _iterate_shared_tensors(
     submodel: Family, layout: str, model: Family, target: str
 ) -> Iterator[LogicalTensor]:
-    """Yield the logical tensors of *submodel* that are also in *model*."""
+    """Yield each logical tensor of *submodel* that *model* has, with its leaves in both layouts."""
     for name, tensor in submodel.tensors.items():
         submodel_leaf = tensor.leaves.get(layout)
         model_tensor = model.tensors.get(name)

@@ -1,8 +1,8 @@
 """Conversion of stored tensors between layouts through logical tensors.
 
-A cell of the source's table turns a stored tensor into a logical one, or an entry of it. A cell of
-the target's table turns the logical tensor into a stored tensor of the target, which it may fill
-only partly. Nothing in this module depends on the pair of layouts.
+A cell of the source layout converts a stored tensor to a logical tensor or to one entry of it. A
+cell of the target layout converts the logical tensor to a stored tensor of the target, or to a part
+of that tensor. The conversion is the same for all pairs of layouts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptctl.planner.strided import Ints, StridedTensor, concat, merge_parts
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A logical tensor in one layout, with conversions to and from its stored tensors.
+    """A logical tensor in one layout, which converts it from and to stored tensors.
 
     Attributes:
-        size: Function that returns the size of a group of axes.
-        resize: New sizes of axes that are resized.
+        size: Function that returns the product of the sizes of a group of axes.
+        resize: New size of each axis that is padded or truncated.
     """
 
     family: Family
@@ -37,17 +37,20 @@ class TableCell:
 
     @property
     def leaf(self) -> Leaf:
-        """The leaf in the table."""
+        """Position and axis order of the logical tensor in its stored tensor."""
         return self.layout.leaves[self.tensor.name]
 
     def list_dims(self, shared: Collection[str]) -> list[Axes]:
-        """List the axes of the logical tensor, with spread axes first unless they are *shared*."""
+        """List the axes of each dimension of the logical tensor.
+
+        Spread axes are leading dimensions, except *shared* axes, which are omitted.
+        """
         return [*self._list_spread_dims(shared), *list_logical_dims(self.family, self.leaf)]
 
     def to_logical(
         self, stored: StridedTensor, position: SpreadPosition, shared: Collection[str]
     ) -> StridedTensor:
-        """Convert a stored tensor, the entry at *position*, to the logical tensor."""
+        """Convert a stored tensor to the entry of the logical tensor at *position*."""
         leaf, along = self.leaf, self._concat_dim
         if leaf.interleave_axis:
             rows = sum(self._list_part_sizes())
@@ -60,7 +63,7 @@ class TableCell:
         return stored
 
     def to_stored(self, logical: StridedTensor, position: SpreadPosition) -> StridedTensor:
-        """Convert the logical tensor to the stored tensor at *position*, or to a part of it."""
+        """Convert the logical tensor to the stored tensor at *position*, or to its part of it."""
         leaf = self.leaf
         for index in position:
             logical = logical.select(0, index)
@@ -79,7 +82,7 @@ class TableCell:
         return self.leaf.concat_dim + bool(self.leaf.interleave_axis)
 
     def _list_part_sizes(self, count: int | None = None) -> list[int]:
-        """List the sizes of the first *count* parts along their common dimension."""
+        """List the sizes of the first *count* concatenated parts, or of all parts if it is None."""
         part_axes = list_fused_axes(self.family, self.layout.stored_by_name[self.tensor.name])
         return [self.size(group) for group in part_axes[:count]]
 
@@ -93,18 +96,18 @@ def build_table_cells(
     shape: Ints,
     resize: Mapping[str, int],
 ) -> tuple[TableCell, TableCell]:
-    """Build the cells of a kind of tensors in the source and in the target.
+    """Build the cells of a logical tensor in the source and in the target layout.
 
-    If two tensors are tied, the source may have one of them and the target the other.
+    If two tensors are tied, the source may store one of them and the target the other one.
 
     Args:
         family: The model type.
         sizes: Known axis sizes.
         source: The source layout and its logical tensor.
         target: The target layout and its logical tensor.
-        key: One of the stored tensors, for errors.
+        key: Key of one stored tensor of the source, for error messages.
         shape: Shape of that stored tensor.
-        resize: New sizes of axes that are resized.
+        resize: New size of each axis that is padded or truncated.
     """
     source_leaf, target_leaf = (layout.leaves[tensor.name] for layout, tensor in (source, target))
     own_sizes = {
@@ -138,13 +141,13 @@ def build_table_cells(
 
 
 def list_logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
-    """List the atomic axes of each dimension of the logical tensor in *leaf*."""
+    """List the atomic axes of each dimension of a logical tensor, which is stored as *leaf*."""
     groups = [family.expand_axes(group) for group in leaf.dims]
     return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.interleave_axis else groups
 
 
 def list_fused_axes(family: Family, stored: LayoutTensor) -> list[Axes]:
-    """List the atomic axes of each part of *stored* along their common dimension."""
+    """List the atomic axes of each part of *stored* along the dimension of concatenation."""
     return [
         list_logical_dims(family, leaf)[leaf.concat_dim + bool(leaf.interleave_axis)]
         for leaf in stored.leaves
@@ -157,18 +160,18 @@ def rearrange_tensor(
     entries: Mapping[SpreadPosition, Ints],
     positions: Sequence[SpreadPosition],
 ) -> list[StridedTensor]:
-    """Convert one logical tensor to stored tensors of the target, which it may fill partly.
+    """Convert a logical tensor to stored tensors of the target, or to its parts of these.
 
     Args:
-        source: The logical tensor in the source.
-        target: The logical tensor in the target.
-        entries: The shape of each stored tensor of the source, by its position along the axes that
-            only the source spreads.
-        positions: Positions along the axes that only the target spreads.
+        source: Cell of the logical tensor in the source layout.
+        target: Cell of the logical tensor in the target layout.
+        entries: Shape of each stored tensor of the source, by its position along the axes that only
+            the source spreads over keys.
+        positions: Positions along the axes that only the target spreads over keys.
 
     Returns:
-        The tensor at each of *positions*. Its parts refer to placeholders for *entries*, and for
-        the zeros that extend an axis.
+        The tensor at each of *positions*. The parts of a tensor refer to placeholders for *entries*
+        and for zeros that pad an axis.
     """
     shared = {*source.leaf.spread_axes} & {*target.leaf.spread_axes}
     before, after = source.list_dims(shared), target.list_dims(shared)
@@ -205,5 +208,5 @@ def rearrange_tensor(
 
 
 def build_placeholder(number: int, shape: Ints) -> StridedTensor:
-    """Build a placeholder with only a shape and its position among the sources."""
+    """Build a placeholder tensor of *shape* for the source tensor at index *number*."""
     return StridedTensor.from_entry(TensorEntry(str(number), "", shape, (), ()))

@@ -1,4 +1,4 @@
-"""Sources and targets of each tensor in a change of layout."""
+"""Source and target tensors of each logical tensor in a conversion between layouts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RedundantData:
-    """Elements of the source that no target has, because they must be zero or copies of others.
+    """Source elements that are not written, because they must be zero or equal other elements.
 
     Attributes:
-        part: The elements.
-        same_as: The kept elements that they must equal, or None if *part* must be zero.
-        kind: ``tensor`` for a complete tensor, ``tiles`` for embeddings of aspect ratios, or
-            ``padding`` for padding of a vocabulary.
+        part: The elements that are not written.
+        same_as: Written elements that *part* must equal, or None if *part* must be zero.
+        kind: ``tensor`` for a complete tensor, ``tiles`` for tile embeddings by aspect ratio, or
+            ``padding`` for vocabulary padding.
     """
 
     part: Region
@@ -42,16 +42,16 @@ class RedundantData:
 
     @classmethod
     def from_copy(cls, key: str, kept_key: str) -> RedundantData:
-        """Build the record of a tensor that must equal another one, which is kept."""
+        """Build the record of a complete tensor *key* that must equal the tensor *kept_key*."""
         return cls(Region(key), Region(kept_key))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the tensors to compare."""
+        """Keys of the tensors whose elements must be compared or must be zero."""
         return (self.part.key, *([self.same_as.key] if self.same_as else ()))
 
     def with_prefix(self, root: str) -> RedundantData:
-        """Add the prefix *root* to its keys."""
+        """Return a copy with the prefix *root* added to all keys."""
         part, same_as = self.part, self.same_as
         return replace(
             self,
@@ -61,11 +61,11 @@ class RedundantData:
 
 
 class SourceTensor(NamedTuple):
-    """A stored tensor of the source, and the logical tensor that is read from it.
+    """A stored tensor of the source, from which one logical tensor is read.
 
     Attributes:
         logical: Name of the logical tensor with index values, as in ``q.3``.
-        offset: Offset to add to each element. Elements are then computed, not copied.
+        offset: Number to add to each element. If it is not 0, elements are computed, not copied.
     """
 
     key: str
@@ -75,11 +75,11 @@ class SourceTensor(NamedTuple):
 
 
 class TargetTensor(NamedTuple):
-    """A stored tensor of the target, filled by one logical tensor.
+    """A stored tensor of the target, which one logical tensor fills completely or in part.
 
     Attributes:
-        tensor: The elements of the logical tensor. Parts refer to placeholders for the sources
-            (:mod:`ckptctl.planner.mapping.logical`).
+        tensor: Elements of the logical tensor. The parts refer to placeholders for source tensors,
+            as in :mod:`ckptctl.planner.mapping.logical`.
     """
 
     key: str
@@ -91,8 +91,8 @@ class MappedTensor:
     """A logical tensor in the source and in the target.
 
     Attributes:
-        sources: The stored tensors that contain it, at least one.
-        targets: The stored tensors to write.
+        sources: Stored tensors from which the logical tensor is read, at least one.
+        targets: Stored tensors to which it is written.
     """
 
     sources: tuple[SourceTensor, ...]
@@ -102,24 +102,24 @@ class MappedTensor:
     def from_unchanged(
         cls, source: str, target: str, shape: tuple[int, ...], logical: str = ""
     ) -> MappedTensor:
-        """Map a stored tensor that keeps its axes. *logical* defaults to *target*."""
+        """Map a stored tensor whose elements stay in place. *logical* defaults to *target*."""
         read = SourceTensor(source, shape, logical or target)
         return cls((read,), (TargetTensor(target, build_placeholder(0, shape)),))
 
     @property
     def logical(self) -> str:
-        """Its name with index values."""
+        """Name of the logical tensor with index values, as in ``q.3``."""
         return self.sources[0].logical
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroTensor:
-    """A virtual tensor of zeros among the sources of mapped tensors.
+    """A virtual tensor of zeros, which is a source of mapped tensors.
 
     Attributes:
-        key: Name of a virtual file.
-        dtype: torch's dtype name, or empty for that of *like*.
-        like: The source's key of the tensor that the zeros extend, or empty.
+        key: Name of the virtual file that contains the zeros.
+        dtype: Name of a torch dtype, or empty for the dtype of *like*.
+        like: Key of the source tensor that the zeros extend, or empty.
     """
 
     key: str
@@ -130,10 +130,10 @@ class ZeroTensor:
 
 @dataclass(frozen=True, slots=True)
 class ComposedTensor:
-    """A stored tensor of the target, composed of elements of the source's stored tensors.
+    """A stored tensor of the target that is composed of elements of stored source tensors.
 
     Attributes:
-        tensor: The elements. Parts refer to placeholders, which are numbered like *sources*.
+        tensor: Elements of the target. The parts refer to placeholders, numbered like *sources*.
     """
 
     key: str
@@ -142,22 +142,22 @@ class ComposedTensor:
 
     @classmethod
     def from_unchanged(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
-        """Compose a target from one stored tensor that is kept unchanged."""
+        """Compose a target that contains one stored tensor of the source unchanged."""
         return cls(target, build_placeholder(0, shape), (SourceTensor(source, shape, target),))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the composed tensor."""
         return self.tensor.shape
 
     @property
     def keys(self) -> dict[str, None]:
-        """Keys of the source's tensors, each once."""
+        """Keys of the source tensors in order, without duplicates. Values are None."""
         return dict.fromkeys([source.key for source in self.sources])
 
     @property
     def logical(self) -> dict[str, list[SourceTensor]]:
-        """The source's tensors by name of the logical tensor that is read from them."""
+        """Source tensors from which each logical tensor is read, by its name."""
         groups: dict[str, list[SourceTensor]] = {}
         for source in self.sources:
             groups.setdefault(source.logical, []).append(source)
@@ -165,12 +165,12 @@ class ComposedTensor:
 
     @property
     def arrangement(self) -> tuple[object, ...]:
-        """Value that is equal for tensors with the same arrangement of source elements."""
+        """Value that is equal for tensors that arrange source elements in the same way."""
         return self.shape, tuple([(part.entry.name, *part[1:]) for part in self.tensor.parts])
 
     @property
     def is_rename(self) -> bool:
-        """Whether it is one stored tensor, renamed, with the same bytes."""
+        """Whether the target has the bytes of one source tensor, possibly under another key."""
         first, *other_sources = self.sources
         if other_sources or first.offset:
             return False
@@ -181,17 +181,17 @@ class ComposedTensor:
 
     @property
     def is_covered(self) -> bool:
-        """Whether logical tensors fill all of its elements."""
+        """Whether logical tensors fill all elements of the target."""
         return self.tensor.covered_elements == math.prod(self.shape)
 
     def bind_entries(
         self, entries: Mapping[str, TensorEntry], dtype: str | None = None
     ) -> StridedTensor:
-        """Replace placeholders by stored tensors, without offsets.
+        """Replace the placeholders by stored tensors, ignoring offsets.
 
         Args:
-            entries: The source's tensors, by key.
-            dtype: The dtype to which elements are cast, or None to keep theirs.
+            entries: Source tensors by key.
+            dtype: Dtype to which elements are cast, or None to keep the stored dtype.
 
         Raises:
             MappingError: Sources have different dtypes.
@@ -209,7 +209,7 @@ class ComposedTensor:
         return StridedTensor(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
     def __add__(self, other: ComposedTensor) -> ComposedTensor:
-        """Add the parts and the sources of *other*."""
+        """Return a tensor with the elements and sources of this tensor and of *other*."""
         count = len(self.sources)
         other_parts = [
             Part(replace(part.entry, name=str(count + int(part.entry.name))), *part[1:])
@@ -223,10 +223,10 @@ class ComposedTensor:
 def compose_tensors(
     tensors: Iterable[MappedTensor], root: str = "", prefix: str = ""
 ) -> dict[str, ComposedTensor]:
-    """Compose the stored tensors of the target, by key, in the order of *tensors*.
+    """Compose the stored tensors of the target from *tensors*, by target key and in order.
 
-    Keys of the source get the prefix *root*, except for virtual tensors. Keys of the target get
-    *prefix*.
+    The prefix *root* is added to source keys, except for virtual tensors. *prefix* is added to
+    target keys.
     """
     composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
@@ -284,7 +284,7 @@ def describe_added_offsets(tensors: Iterable[MappedTensor]) -> Iterator[str]:
 
 
 def has_same_interleaving(tensor: LogicalTensor, source: Layout, target: Layout) -> bool:
-    """Return whether both layouts interleave the parts of a tensor in the same way."""
+    """Return whether *source* and *target* interleave *tensor* with other parts in the same way."""
     sides = (layout.stored_by_name[tensor.name].parts for layout in (source, target))
     source_placements, target_placements = (
         {part.name: leaf.placement for part, leaf in parts} for parts in sides
