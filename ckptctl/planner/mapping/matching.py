@@ -1,4 +1,4 @@
-"""Matching of keys to logical tensors."""
+"""Matching of checkpoint keys to the logical tensors of a model family."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor
 from ckptctl.planner.mapping.numbering import OTHER_KIND, LayerNumbering, infer_numbering
 
 IndexValues: TypeAlias = tuple[int, ...]
-"""Values of some indices."""
+"""Values of the indices of a logical tensor, in the order of the indices."""
 
 Slot: TypeAlias = tuple[str, IndexValues]
-"""A logical tensor, as its name, such as ``q.{i}``, and the values of its indices."""
+"""A logical tensor at one index, as its name, such as ``q.{i}``, and its index values."""
 
 
 SpreadPosition: TypeAlias = tuple[int, ...]
-"""Position along the axes that a layout spreads over several keys, empty for one key."""
+"""Position along the axes that a layout spreads over keys, or empty if there are none."""
 
 VariantLayers: TypeAlias = tuple[str, tuple[str, ...]]
-"""A variant, and the names of the indices of its layers."""
+"""Name of a layer variant, and names of the indices that number its layers."""
 
 Columns: TypeAlias = Mapping[str, Sequence[int]]
-"""The value of each index in each key, with layers numbered as in the family."""
+"""Values of each index in all keys, with layers numbered as in the family."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
-    """Keys of the same stored tensor that differ only in their indices."""
+    """Keys that match the same stored tensor of a layout and differ only in index values."""
 
     stored: LayoutTensor
     keys: Sequence[str]
@@ -40,17 +40,17 @@ class KeyGroup:
 
     @property
     def spread_axes(self) -> tuple[str, ...]:
-        """Axes that the layout spreads over several keys."""
+        """Axes that the layout spreads over keys, with one stored tensor for each entry."""
         return self.stored.parts[0][1].spread_axes
 
     def iterate_index_values(self, indices: Sequence[str]) -> Iterable[IndexValues]:
-        """Return the values of *indices* in each key."""
+        """Return the values of *indices* in each key, in the order of the keys."""
         if not indices:
             return repeat((), len(self.keys))
         return zip(*(self.columns[index] for index in indices), strict=True)
 
     def select_keys(self, keys: Collection[str]) -> KeyGroup:
-        """Restrict the group to some *keys*."""
+        """Return a copy of the group with only the given *keys*."""
         chosen = [key in keys for key in self.keys]
         columns = {index: [*compress(column, chosen)] for index, column in self.columns.items()}
         return KeyGroup(self.stored, [*compress(self.keys, chosen)], columns)
@@ -58,17 +58,17 @@ class KeyGroup:
 
 @dataclass(frozen=True, eq=False)
 class MatchedKeys:
-    """The keys of a checkpoint, matched to logical tensors.
+    """Result of matching the keys of a checkpoint to logical tensors.
 
     Attributes:
         numbering: Layer numbers of the checkpoint.
         groups: Groups of keys of the same stored tensor.
-        dropped: Keys without information and their rules, in the original order.
-        unmatched: Unknown keys, in the original order.
-        order: All keys, in the original order.
-        excluded: Logical tensors that keys might contain, but that the other tensors of the layer
-            rule out.
-        absent: Missing keys, if the model has as many layers and experts as the existing keys show.
+        dropped: Keys that contain no information, with their drop rules, in checkpoint order.
+        unmatched: Keys that match no template, in checkpoint order.
+        order: All keys, in checkpoint order.
+        excluded: Logical tensors that match a key, but that belong to another variant than the
+            other tensors of the layer.
+        absent: Missing keys of a model with as many layers and experts as the existing keys show.
             None if they are unknown or too many.
     """
 
@@ -82,18 +82,18 @@ class MatchedKeys:
 
     @cached_property
     def group_by_name(self) -> Mapping[str, KeyGroup]:
-        """The group of each logical tensor, by name."""
+        """Mapping from names of logical tensors to the groups of keys that contain them."""
         return {tensor.name: group for group in self.groups for tensor, _ in group.stored.parts}
 
     @cached_property
     def tensor_by_key(self) -> Mapping[str, LayoutTensor]:
-        """The stored tensor of each known key, in the original order."""
+        """Mapping from each known key to its stored tensor in the layout, in checkpoint order."""
         known_tensors = {key: group.stored for group in self.groups for key in group.keys}
         return {key: known_tensors[key] for key in self.order if key in known_tensors}
 
     @cached_property
     def keys(self) -> Mapping[Slot, Mapping[SpreadPosition, str]]:
-        """The keys of each logical tensor, by position along spread axes."""
+        """Keys of each logical tensor at each index, by position along spread axes."""
         keys_by_slot: dict[Slot, dict[SpreadPosition, str]] = {}
         for group in self.groups:
             for tensor, leaf in group.stored.parts:
@@ -108,7 +108,7 @@ class MatchedKeys:
     def find_index_values(
         self, tensor: LogicalTensor, axes: Sequence[str] = ()
     ) -> set[IndexValues]:
-        """Return the index values of *tensor* in all keys, with positions along spread *axes*."""
+        """Return all index values of *tensor* in the keys, followed by positions along *axes*."""
         if tensor.name not in self.group_by_name:
             return set()
         indices = set(
@@ -130,7 +130,7 @@ class MatchedKeys:
 
     @cached_property
     def layers(self) -> Mapping[VariantLayers, Set[IndexValues]]:
-        """The layers of each variant."""
+        """Layers of each variant, as index values."""
         layers_by_variant: dict[VariantLayers, set[IndexValues]] = {}
         for group in self.groups:
             for tensor, _ in group.stored.parts:
@@ -140,7 +140,7 @@ class MatchedKeys:
         return layers_by_variant
 
     def count_indices(self) -> dict[str, int]:
-        """Count the values of each index and spread axis, as the largest value plus 1."""
+        """Return the largest value plus 1 of each index and each spread axis, by name."""
         counts: dict[str, int] = {}
         for group in self.groups:
             for index, column in group.columns.items():
@@ -155,7 +155,7 @@ class MatchedKeys:
         return {group.keys[0]: (group.stored, group.keys) for group in self.groups}
 
     def select_keys(self, keys: Collection[str]) -> MatchedKeys:
-        """Restrict the result to some *keys*."""
+        """Return a copy of the result with only the given *keys*."""
         groups = [group.select_keys(keys) for group in self.groups]
         return MatchedKeys(
             self.numbering,
@@ -170,7 +170,10 @@ class MatchedKeys:
 def match_keys(
     family: Family, layout: Layout, keys: Collection[str], by_kind: Sequence[KeyKind] | None = None
 ) -> MatchedKeys:
-    """Match *keys* to the stored tensors of *layout*."""
+    """Match *keys* to the stored tensors of *layout*.
+
+    *by_kind* contains the same keys grouped by kind, or is None to group them here.
+    """
     if by_kind is None:
         by_kind = group_keys_by_kind(keys)
     numbering = infer_numbering(family, layout.name, by_kind)
@@ -202,7 +205,7 @@ def match_keys(
 
 
 def _merge_groups(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
-    """Merge groups of the same stored tensor whose keys have different words."""
+    """Merge the groups of one stored tensor that differ in the words of their keys."""
     groups_by_tensor: dict[int, list[KeyGroup]] = {}
     for group in groups:
         groups_by_tensor.setdefault(id(group.stored), []).append(group)
@@ -220,7 +223,8 @@ def _read_indices(
     """Read the indices of the keys that *template* matches.
 
     Returns:
-        The index values of these keys, and whether each key matches, or None if all do.
+        The index values of the matching keys. Then a boolean for each key that states whether it
+        matches, or None if all keys match.
     """
     if template.has_distinct_slots and len(kind.columns) == len(template.slots):
         same = {index: [value] * len(kind.keys) for index, value in template.fixed}
@@ -239,9 +243,10 @@ def _read_indices(
 
 
 def _iterate_excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
-    """Yield the tensors to exclude for keys that may belong to either of two variants.
+    """Yield logical tensors to exclude because their keys match two variants of a layer.
 
-    The other tensors of a layer determine its variant. Without any, it has the most frequent one.
+    The other tensors of a layer determine its variant. If it has none, the variant is the most
+    frequent one among the other layers.
     """
     shared = [group for group in groups if len({t.variant for t, _ in group.stored.parts}) > 1]
     ambiguous_names = {tensor.name for group in shared for tensor, _ in group.stored.parts}
@@ -274,7 +279,10 @@ def format_key(
     position: SpreadPosition = (),
     numbering: LayerNumbering | None = None,
 ) -> str:
-    """Format the key of a logical tensor. Each kind of layers counts from 0 without *numbering*."""
+    """Format the key of a logical tensor in *layout* for the given index *values*.
+
+    If *numbering* is None, each kind of layers is numbered from 0.
+    """
     leaf = layout.leaves[tensor.name]
     indices = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
@@ -283,14 +291,14 @@ def format_key(
 
 
 def list_index_values(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """List all index values of *tensor*, in order."""
+    """List all combinations of index values of *tensor*, given the *counts* of each index."""
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
 def iterate_spread_positions(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
 ) -> Iterator[SpreadPosition]:
-    """Yield all positions along the axes that a layout spreads. Some axes have *fixed* values."""
+    """Yield all positions along the spread axes of *leaf*, where some axes have *fixed* values."""
     fixed_values = fixed or {}
     yield from product(
         *(
@@ -310,9 +318,9 @@ class ModelTensors:
     """The tensors of a model, matched to a layout.
 
     Attributes:
-        layout: The layout.
-        matched: All keys.
-        shapes: Shapes of the tensors to compare, by key.
+        layout: The layout to which the tensors were matched.
+        matched: All matched keys of the model.
+        shapes: Shape of each tensor that is compared, by key.
     """
 
     layout: Layout
@@ -320,7 +328,10 @@ class ModelTensors:
     shapes: Mapping[str, tuple[int, ...]]
 
     def find_dims(self, axis: str) -> dict[str, int]:
-        """Find the dimension that consists only of *axis*, by key of each tensor that has one."""
+        """Map the key of each tensor to its dimension whose only axis is *axis*.
+
+        Tensors without such a dimension are omitted.
+        """
         dims = ((key, stored.find_dim(axis)) for key, stored in self.matched.tensor_by_key.items())
         ranks = {key: len(shape) for key, shape in self.shapes.items()}
         return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}

@@ -1,8 +1,9 @@
-"""Layer numbers of layouts that number layers of different kinds together.
+"""Conversion of layer numbers for layouts that number several kinds of layers together.
 
-Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others. torchtune
-gives each of them the number of the layer that follows it. Hugging Face numbers the
-multi-token-prediction layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
+In Llama 3.2 Vision, Hugging Face numbers cross-attention layers together with the decoder layers
+among which they are inserted. torchtune gives each of them the number of the decoder layer that
+follows it. In DeepSeek-V3, Hugging Face numbers MTP layers after the decoder layers. Other layouts
+number each kind of layers from 0.
 """
 
 from __future__ import annotations
@@ -17,30 +18,34 @@ from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import pluralize
 
 OTHER_KIND = -1
-"""Index value for a layer number that belongs to the other kind of layers."""
+"""Index value that marks the number of a layer of another kind than the index counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerNumbering:
-    """Layer numbers of one checkpoint.
+    """Conversion between the layer numbers of one checkpoint and index values.
 
     Attributes:
-        inserted: For each inserted index, the numbers of its layers in ascending order.
-        into: For each inserted index, the one that it is inserted into.
+        inserted: Numbers of the inserted layers of each index, in ascending order.
+        into: For each index of inserted layers, the index of the layers among which they are
+            inserted.
     """
 
     inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     into: Mapping[str, str] = field(default_factory=dict)
 
     def to_logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
-        """Convert stored numbers to index values, or return None if they are of the other kind."""
+        """Convert layer numbers to index values, or return None for layers of another kind.
+
+        *values* maps each index of a key template to the number in the key.
+        """
         if not self.inserted:
             return dict(values)
         indices = {index: self.to_index(index, number) for index, number in values.items()}
         return None if OTHER_KIND in indices.values() else indices
 
     def to_index(self, index: str, number: int) -> int:
-        """Convert a stored number to a value of *index*, or to :data:`OTHER_KIND`."""
+        """Convert a layer number to a value of *index*, or to :data:`OTHER_KIND`."""
         own_numbers, inserted_numbers = self.inserted.get(index), self._list_inserted(index)
         if (own_numbers is not None and number not in own_numbers) or number in inserted_numbers:
             return OTHER_KIND
@@ -50,12 +55,12 @@ class LayerNumbering:
         return number - count if own_numbers is None else count
 
     def to_indices(self, index: str, numbers: Sequence[int]) -> list[int]:
-        """Convert several stored numbers to values of *index*."""
+        """Convert several layer numbers to values of *index*, as :meth:`to_index` does."""
         index_by_number = {number: self.to_index(index, number) for number in set(numbers)}
         return [index_by_number[number] for number in numbers]
 
     def to_stored(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Convert index values to the numbers in stored keys."""
+        """Convert the value of each index to the number that a key of the checkpoint contains."""
         if not self.inserted:
             return dict(values)
         return {index: self._to_stored_number(index, value) for index, value in values.items()}
@@ -100,7 +105,7 @@ def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> La
 
 @lru_cache(maxsize=64)
 def _build_inserted_table(layout: Layout, shifts: tuple[Shift, ...]) -> TemplateTable[Shift]:
-    """Build a table of the keys that only inserted layers have in *layout*."""
+    """Build a lookup table from keys that only inserted layers have to their shift."""
     entries = []
     for shift in shifts:
         for template in (stored.template for stored in layout.stored):
@@ -124,9 +129,9 @@ def compute_numbering(
 
     Args:
         family: The model type.
-        layout: The layout.
-        counts: Number of layers by index.
-        lists: Lists of layer numbers from the config, by field.
+        layout: Layout of the new checkpoint.
+        counts: Number of layers of each index.
+        lists: Lists of layer numbers from the config, by config field.
 
     Raises:
         MappingError: The config does not list the positions of inserted layers.
@@ -158,10 +163,10 @@ def compute_numbering(
 def require_numbering(
     family: Family, layout: str, numbering: LayerNumbering, lists: Mapping[str, Sequence[int]]
 ) -> None:
-    """Require that the layer numbers of a checkpoint agree with the *lists* of its config.
+    """Require that the numbers of inserted layers agree with the *lists* of the config.
 
     Raises:
-        MappingError: They disagree.
+        MappingError: The keys and the config disagree.
     """
     for shift in family.list_shifts(layout):
         inserted_numbers, stated_numbers = (

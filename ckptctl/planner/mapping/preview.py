@@ -1,7 +1,7 @@
-"""Preview of the mapping of a key to another layout, from the tables only.
+"""Preview of the mapping of a key to another layout, computed without a checkpoint.
 
-:mod:`ckptctl.planner.mapping.tensors` maps checkpoints, whose keys and shapes determine all
-numbers. Here sizes are formulas in axis names and, if known, numbers.
+:mod:`ckptctl.planner.mapping.tensors` maps checkpoints, in which keys and shapes determine all
+sizes. In a preview, sizes are formulas of axis names, and also numbers if these are known.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ckptctl.planner.mapping.numbering import LayerNumbering, compute_numbering
 from ckptctl.results import JsonField, Result, empty_to_none
 
 KnownIndices = Mapping[str, int]
-"""Known values of indices. Others remain placeholders in keys and formulas."""
+"""Known index values. Indices without a value remain placeholders in keys and formulas."""
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicSize:
-    """A size or an offset, as a formula and, if it is known, as a number.
+    """A size or an offset as a formula, and also as a number if it is known.
 
     Attributes:
-        text: Formula in axis names, as in ``h*e + k*e``, or a number.
-        number: The value of the formula, or None if a size in it is unknown.
+        text: Formula of axis names, such as ``h*e + k*e``, or a number.
+        number: Value of the formula, or None if the size of one of its axes is unknown.
     """
 
     text: str
@@ -61,13 +61,13 @@ ZERO_SIZE, UNKNOWN_SIZE = SymbolicSize("0", 0), SymbolicSize("")
 
 @dataclass(frozen=True, slots=True)
 class Range(Result, order="formula start stop"):
-    """A part of one dimension.
+    """A range of indices along one dimension.
 
     Attributes:
         start: First index.
         stop: End, exclusive.
-        label: ``:`` for all of it, a description of the fixed axes if elements are not contiguous,
-            or empty for the range from *start* to *stop*.
+        label: ``:`` for the complete dimension, a description of the fixed axes if the indices are
+            not contiguous, or empty for the range from *start* to *stop*.
     """
 
     start: Annotated[
@@ -83,24 +83,24 @@ class Range(Result, order="formula start stop"):
 
     @property
     def formula(self) -> Annotated[str, JsonField("`:`, `h*e : h*e + k*e`, ...")]:
-        """The range in axis names."""
+        """The range as a formula of axis names, such as ``h*e : h*e + k*e``."""
         return self.label or f"{self.start.text} : {self.stop.text}"
 
 
 def list_formulas(shape: Sequence[SymbolicSize]) -> list[str]:
-    """List sizes as formulas in axis names."""
+    """Return the size of each dimension as a formula of axis names."""
     return [size.text for size in shape]
 
 
 def list_numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
-    """List sizes as numbers, or None if unknown."""
+    """Return the size of each dimension as a number, or None if it is unknown."""
     return [size.number for size in shape]
 
 
 def map_size_numbers(
     each: Mapping[str, SymbolicSize],
 ) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
-    """Return the sizes of axes as numbers, or None if unknown."""
+    """Return the size of each axis as a number, or None if it is unknown."""
     return {axis: size.number for axis, size in each.items()}
 
 
@@ -129,7 +129,7 @@ class Contribution(
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Result, order="key shape numbers each variant pieces"):
-    """A tensor of the target and its source tensors."""
+    """A target tensor, and the source tensors from which it is composed."""
 
     key: Annotated[str, JsonField("key of the target tensor; `{x}` stands for each `x`")]
     shape: Annotated[
@@ -149,7 +149,7 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
 
 @dataclass(slots=True)
 class Route:
-    """The targets of one key."""
+    """The target tensors to which a source key is mapped, or the reason to drop the key."""
 
     key: Annotated[str, JsonField("requested key")]
     template: Annotated[str, JsonField("matching key template")] = ""
@@ -165,12 +165,12 @@ class Route:
 
 @dataclass(frozen=True)
 class KeyRouter:
-    """Router of keys from one layout to another.
+    """Preview of the mapping of any key from one layout to another.
 
     Attributes:
-        counts: Known axis sizes and numbers of layers.
+        counts: Known axis sizes and numbers of layers, by axis or index.
         tied: Whether embeddings are tied.
-        lists: Lists of layer numbers from a config.
+        lists: Lists of layer numbers from a config, by config field.
     """
 
     family: Family
@@ -182,17 +182,17 @@ class KeyRouter:
 
     @cached_property
     def sizes(self) -> AxisSizes:
-        """All axis sizes that follow from the known ones."""
+        """Known axis sizes, and all sizes that follow from these."""
         return solve_axis_sizes(self.family, (), self.counts)
 
     @cached_property
     def ties(self) -> Mapping[str, Tie]:
-        """Tensors that the source stores as another one, by name."""
+        """Ties of logical tensors that the source omits, by the name of the omitted tensor."""
         ties = self.family.ties if self.tied else ()
         return {tie.tensor: tie for tie in ties if tie.of in self.source.leaves}
 
     def find_route(self, key: str) -> Route:
-        """Find the targets of *key*, which is a tensor's name or a template with ``{i}``.
+        """Find the target tensors of *key*, which may also be a template with ``{i}``.
 
         Raises:
             MappingError: The source has no such key, or its layer number is ambiguous.
@@ -217,7 +217,10 @@ class KeyRouter:
     # ------------------------------------------------------------------ meaning of the key
 
     def _find_meaning(self, route: Route) -> tuple[LayoutTensor | Drop, KnownIndices]:
-        """Find the key's meaning in the source layout, and its indices in the family's count."""
+        """Find the stored tensor or drop rule of the route's key, and its index values.
+
+        Layers are numbered as in the family.
+        """
         meanings = list(self.source.iterate_matches(route.key))
         numbering = self._find_numbering(
             self.source, [n for _, indices in meanings for n in indices.values()]
@@ -259,7 +262,7 @@ class KeyRouter:
     # -------------------------------------------------------------------------- targets
 
     def _add_arrivals(self, route: Route, stored: LayoutTensor, values: KnownIndices) -> None:
-        """Add the targets of the logical tensors in *stored* to the route."""
+        """Add the target tensors of all logical tensors in *stored* to *route*."""
         has_variants = len({tensor.variant for tensor, _ in stored.parts}) > 1
         leaves, arrivals = self.target.leaves, dict[str, Arrival]()
         copies = [t for t in self.ties.values() if self.target.name in t.stored_in]
@@ -310,7 +313,7 @@ class KeyRouter:
         )
 
     def _build_tile_arrival(self, route: Route, tensor: LogicalTensor, leaf: Leaf) -> Arrival:
-        """Build the target of tile embeddings that the target stores in another form."""
+        """Build the target tensor of tile embeddings that have another representation there."""
         counterparts = (tiles.find_counterpart(tensor.name) for tiles in self.family.tiles)
         counterpart = next((name for name in counterparts if name in self.target.leaves), None)
         name = tensor.name.partition(".")[0]
@@ -334,9 +337,10 @@ class KeyRouter:
     def _iterate_contributions(
         self, route: Route, name: str, values: KnownIndices
     ) -> Iterator[Contribution]:
-        """Yield the contributions to a target tensor, one for each of its parts.
+        """Yield the source tensor of each part of a target tensor.
 
-        If the requested key is one entry of a part, this entry precedes all entries together.
+        If the requested key is only one entry of a part, the contribution of this entry precedes
+        the contribution of all entries.
         """
         stored = self.target.stored_by_name[name]
         rows: dict[int | None, tuple[Leaf, str]] = {}
@@ -381,7 +385,7 @@ class KeyRouter:
     # ------------------------------------------------------------------ sizes, ranges and numbers
 
     def _multiply_axes(self, axes: Axes) -> SymbolicSize:
-        """Multiply *axes*, with names of composite axes instead of their parts."""
+        """Multiply the sizes of *axes*, using the name of a composite axis for its factors."""
         atoms = self.family.expand_axes(axes)
         names = list(atoms)
         for axis, parts in self.family.composite.items():
@@ -392,7 +396,7 @@ class KeyRouter:
         return SymbolicSize("*".join(factors) or "1", self.sizes.find_size(atoms))
 
     def _compute_shape(self, stored: LayoutTensor) -> tuple[SymbolicSize, ...]:
-        """Compute the shape of a stored tensor with all its parts."""
+        """Compute the shape of a stored tensor, including all concatenated parts."""
         first, *other_leaves = stored.leaves
         sizes = [self._multiply_axes(group) for group in first.dims]
         for other_leaf in other_leaves:
@@ -402,9 +406,10 @@ class KeyRouter:
     def _compute_ranges(
         self, stored: LayoutTensor, leaf: Leaf, spread: Sequence[str], values: KnownIndices
     ) -> tuple[Range, ...]:
-        """Compute the ranges of *stored* that a leaf of it occupies.
+        """Compute the range of each dimension of *stored* that contains *leaf*.
 
-        The leaf is one entry along the axes in *spread*, which the other layout spreads over keys.
+        Along the axes in *spread*, which the other layout spreads over keys, the range is limited
+        to the entry in *values*.
         """
         ranges: list[Range] = []
         for dim, group in enumerate(leaf.dims):
@@ -432,7 +437,10 @@ class KeyRouter:
         return tuple(ranges)
 
     def _find_numbering(self, layout: Layout, numbers: Collection[int]) -> LayerNumbering | None:
-        """Compute the layer numbering of *layout* up to *numbers*, or return None if unknown."""
+        """Compute the numbering of *layout* for all layers up to *numbers*.
+
+        Return None if the numbering depends on unknown config fields.
+        """
         counts = dict(self.counts)
         for shift in self.family.list_shifts(layout.name):
             if shift.place == "after" and shift.into in counts:
@@ -444,7 +452,7 @@ class KeyRouter:
         return compute_numbering(self.family, layout.name, counts, self.lists)
 
     def _format_key(self, layout: Layout, leaf: Leaf, values: KnownIndices) -> str:
-        """Format a key, with placeholders for indices without a value."""
+        """Format the key of *leaf* in *layout*, with placeholders for indices without a value."""
         numbering = self._find_numbering(layout, values.values())
         numbers = numbering.to_stored(values) if numbering else values
         return leaf.key.format_key(
