@@ -1,8 +1,8 @@
-"""Plans, which list every output file, record and copy before the first byte is written.
+"""Plans, which list all output files, records and copies before anything is written.
 
-A :class:`Transfer` describes the elements of stored tensors that form a tensor of the target, and
-the boxes of it that are written. Byte ranges follow from the two and are computed while the tensor
-is written.
+A :class:`Transfer` describes a target tensor as elements of stored tensors, and lists the boxes of
+the target tensor to write. The byte ranges to copy are derived from this description while the
+tensor is written.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ CrcLookup = Callable[[int], int]
 
 
 class TargetBox(NamedTuple):
-    """A box of a tensor, and the position at which its elements are written.
+    """A box of a target tensor, and the byte positions to which its elements are written.
 
     Attributes:
         file: Path relative to the output's root, or the name of a memory buffer.
         offset: Byte position of the first element.
-        start: First index along each dimension.
-        sizes: Elements along each dimension.
-        strides: Bytes between neighbors along each dimension.
-        record: Index in ``Plan.records`` of the record that these bytes are part of.
+        start: First index of the box along each dimension.
+        sizes: Size of the box along each dimension, in elements.
+        strides: Distance between adjacent elements along each dimension, in bytes.
+        record: Index in ``Plan.records`` of the record that contains the box.
     """
 
     file: str
@@ -44,12 +44,12 @@ class TargetBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The copy of one stored tensor of the target.
+    """A target tensor to write, as elements of stored tensors.
 
     Attributes:
-        name: The target's key, for messages.
-        tensor: The elements of the target, and the dtype to which they are cast.
-        targets: The boxes that are written. The same box may have several targets, one per rank.
+        name: Key of the target tensor, for messages.
+        tensor: Elements of the target tensor, and the dtype to which they are cast.
+        targets: Boxes to write. If several ranks store the same box, it has one target per rank.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Transfer:
 
     @property
     def is_cast(self) -> bool:
-        """Whether elements are cast."""
+        """Whether elements are cast to another dtype than the stored dtype."""
         return self.tensor.dtype != self.tensor.stored_dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read for the boxes, each counted once."""
+        """Bytes to read for all boxes, where a box with several targets counts once."""
         boxes = {(target.start, target.sizes) for target in self.targets}
         return sum(math.prod(sizes) for _, sizes in boxes) * self.tensor.itemsize
 
@@ -82,13 +82,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A byte range of an output file with one box of one tensor and a checksum.
+    """A byte range of an output file that contains one box of a tensor and has a checksum.
 
     Attributes:
         name: Fully qualified name of the tensor in the output.
         file: Output file, relative to the output's root.
-        offset: First byte.
-        nbytes: Length in bytes, 0 for an empty tensor.
+        offset: Offset of the first byte in the file.
+        nbytes: Length in bytes, or 0 for an empty tensor.
     """
 
     name: str
@@ -126,10 +126,10 @@ class RawCopy:
 
     Attributes:
         source: Source file, relative to *root*.
-        offset: First byte in it.
-        nbytes: Number of bytes.
-        target: Output file.
-        target_offset: First byte in the output file.
+        offset: Offset of the first byte in the source file.
+        nbytes: Number of bytes to copy.
+        target: Output file, relative to the root of the output.
+        target_offset: Offset of the first byte in the output file.
         root: The directory that *source* is relative to, or None for the source checkpoint.
     """
 
@@ -142,14 +142,14 @@ class RawCopy:
 
 
 class RecordedRange(NamedTuple):
-    """A range of a source file with a recorded CRC-32.
+    """A byte range of a source file for which the checkpoint records a CRC-32.
 
     Attributes:
         file: Source file.
-        offset: First byte.
-        nbytes: Length, at least 1.
-        crc32: CRC-32 of the range.
-        name: The stored tensor that contains all of it, or empty if several tensors may share it.
+        offset: Offset of the first byte in the file.
+        nbytes: Length in bytes, at least 1.
+        crc32: Recorded CRC-32 of the range.
+        name: Stored tensor to which the range belongs, or empty if several tensors may share it.
     """
 
     file: str
@@ -160,13 +160,13 @@ class RecordedRange(NamedTuple):
 
 
 class CheckedRange(NamedTuple):
-    """A recorded range that needs reads of additional bytes for its checksum.
+    """A recorded range of which bytes must be read only to verify the checksum.
 
     Attributes:
         root: The directory that the range's file is relative to.
-        recorded: The range.
-        name: A tensor in the range, for messages.
-        gaps: The ranges that are read only for the checksum, as ``(position, bytes)``.
+        recorded: The range, with its recorded checksum.
+        name: Name of a tensor in the range, for messages.
+        gaps: Byte ranges that are read only for the checksum, as ``(position, bytes)``.
     """
 
     root: TreePath
@@ -177,7 +177,7 @@ class CheckedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All operations of an executor, which makes no decisions of its own.
+    """Complete description of the copies that an executor performs.
 
     Attributes:
         source_root: Directory that source files are relative to.
@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the complete output."""
+        """Total size of all output files in bytes."""
         return sum(file.size for file in self.files)
 
     def get_checked_tensors(self, number: int) -> set[str]:
@@ -230,7 +230,7 @@ class Plan:
         return len(self.transfers) + len(self.raw_copies)
 
     def get_root(self, number: int) -> TreePath:
-        """Return the root of the files that transfer or check *number* reads."""
+        """Return the root directory of the source files that operation *number* reads."""
         if number >= self.first_check_number:
             return self.checks[number - self.first_check_number].root
         return self.source_root

@@ -1,9 +1,9 @@
-"""Lazy views of stored tensors, whose operations only change the positions of elements.
+"""Lazy views of stored tensors. View operations only change the positions of elements.
 
-A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis is at
-``origin[dim] + i * step`` in the tensor, and at ``stored_origin[at] + i * stride`` in the stored
-tensor. Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps
-above 1.
+A part of a tensor is a grid of elements that come from one stored tensor. The element at index
+``i`` of an axis is at position ``origin[dim] + i * step`` in the tensor and at position
+``stored_origin[at] + i * stride`` in the stored tensor. Merging dimensions multiplies steps and
+never splits a part. Interleaved parts have steps greater than 1.
 
 Parts are independent of the boxes in which a checkpoint stores a tensor.
 :mod:`ckptctl.planner.copying.blocks` looks up these boxes when elements are read.
@@ -25,18 +25,18 @@ from ckptctl.planner.axes import Axes, list_adjacent_runs
 
 Ints = tuple[int, ...]
 MAX_PARTS = 1 << 14
-"""Maximum number of parts into which a part may be split."""
+"""Maximum number of parts that one split may produce."""
 
 
 class Axis(NamedTuple):
-    """An axis of the indices of a part.
+    """An axis along which the elements of a part are evenly spaced.
 
     Attributes:
-        size: Number of indices, at least 2.
-        dim: Dimension of the tensor.
-        step: Distance of neighboring indices in *dim*, in elements.
-        at: Dimension of the stored tensor.
-        stride: Distance of neighboring indices in *at*, in elements.
+        size: Number of elements along the axis, at least 2.
+        dim: Dimension of the tensor along which the axis extends.
+        step: Distance between adjacent elements along *dim*.
+        at: Dimension of the stored tensor along which the axis extends.
+        stride: Distance between adjacent elements along *at*.
     """
 
     size: int
@@ -54,10 +54,10 @@ class Part(NamedTuple):
 
     Attributes:
         entry: The stored tensor.
-        axes: The axes of its indices. In each dimension of either tensor, the step of an axis
-            exceeds the total span of all axes with smaller steps.
-        origin: Position of the first element in the tensor.
-        stored_origin: Position of the first element in the stored tensor.
+        axes: Axes of the part. In each dimension of either tensor, the step of an axis exceeds the
+            combined span of all axes with smaller steps.
+        origin: Indices of the first element in the tensor.
+        stored_origin: Indices of the first element in the stored tensor.
     """
 
     entry: TensorEntry
@@ -66,13 +66,13 @@ class Part(NamedTuple):
     stored_origin: Ints
 
     def cut_range(self, dim: int, start: int, stop: int) -> Sequence[Part]:
-        """Return the elements between two positions along a dimension of the tensor."""
+        """Return the elements whose index along *dim* of the tensor is in ``[start, stop)``."""
         along = [axis for axis in self.axes if axis.dim == dim]
         first = self.origin[dim]
         return self._cut_between(along, _STEP, start - first, stop - first)
 
     def cut_stored_range(self, stored_dim: int, start: int, stop: int) -> Sequence[Part]:
-        """Return the elements between two positions along a dimension of the stored tensor."""
+        """Return the elements whose index along *stored_dim* is in ``[start, stop)``."""
         along = [axis for axis in self.axes if axis.at == stored_dim]
         first = self.stored_origin[stored_dim]
         return self._cut_between(along, _STRIDE, start - first, stop - first)
@@ -80,7 +80,7 @@ class Part(NamedTuple):
     def _cut_between(
         self, axes: list[Axis], step_of: Callable[[Axis], int], start: int, stop: int
     ) -> Sequence[Part]:
-        """Return the elements between two positions along the dimension of *axes*."""
+        """Return the elements whose offset along the common dimension of *axes* is in a range."""
         # Hot path: most dimensions have one axis or none.
         if not axes:
             return (self,) if start <= 0 < stop else ()
@@ -101,7 +101,7 @@ class Part(NamedTuple):
         ]
 
     def select_indices(self, ranges: Mapping[Axis, range]) -> Part:
-        """Restrict some axes to ranges of their indices."""
+        """Restrict the part to *ranges* of the indices of some axes."""
         axes, origin, begin = [], list(self.origin), list(self.stored_origin)
         for axis in self.axes:
             indices = ranges.get(axis)
@@ -114,7 +114,7 @@ class Part(NamedTuple):
         return Part(self.entry, tuple(axes), tuple(origin), tuple(begin))
 
     def split_at_blocks(self, dim: int, block: int) -> Iterator[Part]:
-        """Split the part at block boundaries, so that a dimension can be split into blocks.
+        """Split the part so that dimension *dim* can be reshaped to (blocks, elements of a block).
 
         In each resulting part, an axis along the dimension either moves by multiples of the block
         size, or stays inside one block together with all other such axes. For example, elements 2
@@ -142,17 +142,17 @@ class Part(NamedTuple):
             yield from part._replace(axes=axes).split_at_blocks(dim, block)
 
     def shift(self, dim: int, distance: int) -> Part:
-        """Move the part along a dimension of the tensor."""
+        """Move the part by *distance* elements along dimension *dim* of the tensor."""
         return self._replace(origin=_replace_at(self.origin, dim, self.origin[dim] + distance))
 
 
 @dataclass(frozen=True, slots=True)
 class StridedTensor:
-    """A lazy tensor that consists of elements of stored tensors.
+    """A lazy tensor that is composed of elements of stored tensors.
 
     Attributes:
-        stored_dtype: torch's name of the dtype in which its elements are stored.
-        dtype: torch's name of the dtype to which they are cast when they are written.
+        stored_dtype: Name of the torch dtype in which all elements are stored.
+        dtype: Name of the torch dtype to which elements are cast when they are written.
     """
 
     shape: Ints
@@ -167,7 +167,7 @@ class StridedTensor:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored element."""
+        """Size of one element in the stored dtype, in bytes."""
         return dtypes.get_itemsize(self.stored_dtype)
 
     @classmethod
@@ -180,18 +180,18 @@ class StridedTensor:
 
     @classmethod
     def from_virtual_file(cls, dtype: str, shape: Ints, file: str) -> StridedTensor:
-        """Build a tensor of all elements of a virtual file."""
+        """Build a tensor of *shape* that contains all elements of the virtual file *file*."""
         full_box = Box.whole(shape)
         extent = Extent(full_box, file, 0, full_box.numel * dtypes.get_itemsize(dtype))
         return cls.from_entry(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
     @property
     def covered_elements(self) -> int:
-        """Number of defined elements, fewer than the shape has while a tensor is composed."""
+        """Number of defined elements, which is less than ``numel`` for an incomplete tensor."""
         return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
 
     def narrow(self, dim: int, start: int, size: int) -> StridedTensor:
-        """Return a range of a dimension, as ``torch.narrow`` does."""
+        """Narrow dimension *dim* to *size* indices from *start* on, as ``torch.narrow`` does."""
         if not 0 <= start <= start + size <= self.shape[dim]:
             raise ValueError(f"{start}:{start + size} of dimension {dim} of {self.shape}")
         cut_parts = (
@@ -201,18 +201,21 @@ class StridedTensor:
         return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
 
     def place(self, dim: int, start: int, size: int) -> StridedTensor:
-        """Embed the tensor in a dimension of *size*, whose other elements are undefined."""
+        """Extend dimension *dim* to *size*, with this tensor at *start*.
+
+        All other elements are undefined.
+        """
         if not 0 <= start <= start + self.shape[dim] <= size:
             raise ValueError(f"dimension {dim} of {self.shape} at {start} of {size}")
         parts = tuple(part.shift(dim, start) for part in self.parts)
         return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
 
     def select(self, dim: int, index: int) -> StridedTensor:
-        """Return one entry of a dimension and remove the dimension, as ``torch.select`` does."""
+        """Select *index* along dimension *dim* and remove it, as ``torch.select`` does."""
         return self.narrow(dim, index, 1)._remove_dim(dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> StridedTensor:
-        """Split a dimension into *sizes*, the outermost first.
+        """Split dimension *dim* into several dimensions of *sizes*, outermost first.
 
         Raises:
             MappingError: A part would be split into more than :data:`MAX_PARTS`.
@@ -228,7 +231,7 @@ class StridedTensor:
         return replace(self, shape=shape, parts=parts)
 
     def merge(self, dim: int, count: int) -> StridedTensor:
-        """Merge *count* neighboring dimensions, or insert a dimension of size 1 if *count* is 0."""
+        """Merge *count* dimensions from *dim* on, or insert a dimension of size 1 for 0."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
         dims += [(dim, weight) for weight in compute_row_major_strides(sizes)]
@@ -237,7 +240,7 @@ class StridedTensor:
         return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
 
     def as_matrix(self) -> StridedTensor:
-        """Merge all dimensions except for the last one."""
+        """Reshape to two dimensions by merging all dimensions except the last one."""
         tensor = self if self.shape else self.merge(0, 0)
         return tensor.merge(0, len(tensor.shape) - 1)
 
@@ -250,12 +253,12 @@ class StridedTensor:
     def cast(self, dtype: str) -> StridedTensor:
         """Set the dtype to which elements are cast when they are written.
 
-        Only the last cast is executed.
+        If several casts are set, only the last one is executed.
         """
         return replace(self, dtype=dtype)
 
     def pad(self, dim: int, size: int, file: str) -> StridedTensor:
-        """Extend a dimension to *size* with elements of a virtual file."""
+        """Pad dimension *dim* at the end to *size* with the elements of the virtual file *file*."""
         shape = _replace_at(self.shape, dim, size - self.shape[dim])
         padding = StridedTensor.from_virtual_file(self.stored_dtype, shape, file)
         return concat([self, padding.cast(self.dtype)], dim)
@@ -263,13 +266,13 @@ class StridedTensor:
     def regroup_axes(
         self, before: Sequence[Axes], after: Sequence[Axes], get_size: Callable[[Axes], int]
     ) -> StridedTensor:
-        """Group axes into other dimensions, as ``rearrange`` of einops does.
+        """Reorder and regroup axes into new dimensions, as ``einops.rearrange`` does.
 
         Args:
             before: The axes in each dimension, outermost first.
-            after: The same axes in each dimension of the result.
-            get_size: Function that returns the size of a group of axes that stay neighbors. It is
-                called only for dimensions that are split.
+            after: The same axes, as grouped in the dimensions of the result.
+            get_size: Function that returns the combined size of axes that stay adjacent. It is
+                only called for dimensions that are split.
         """
         runs = list_adjacent_runs(before, after)
         regrouped, order = self, list[Axes]()
@@ -298,14 +301,14 @@ class StridedTensor:
 
 
 def concat(tensors: Sequence[StridedTensor], dim: int) -> StridedTensor:
-    """Concatenate tensors along a dimension."""
+    """Concatenate *tensors* along dimension *dim*, as ``torch.cat`` does."""
     starts = list(accumulate((tensor.shape[dim] for tensor in tensors), initial=0))
     pairs = zip(tensors, starts, strict=False)
     return merge_parts([tensor.place(dim, start, starts[-1]) for tensor, start in pairs])
 
 
 def merge_parts(tensors: Sequence[StridedTensor]) -> StridedTensor:
-    """Merge tensors of the same shape and dtype whose elements do not overlap."""
+    """Merge tensors of equal shape and dtype, each of which defines different elements."""
     first = tensors[0]
     for tensor in tensors:
         same = (tensor.stored_dtype, tensor.dtype, tensor.shape)
@@ -315,7 +318,7 @@ def merge_parts(tensors: Sequence[StridedTensor]) -> StridedTensor:
 
 
 def stack(tensors: Sequence[StridedTensor], dim: int = 0) -> StridedTensor:
-    """Stack tensors of the same shape along a new dimension."""
+    """Stack tensors of equal shape along a new dimension *dim*, as ``torch.stack`` does."""
     return concat([tensor.merge(dim, 0) for tensor in tensors], dim)
 
 
@@ -326,7 +329,7 @@ def _renumber_dims(
 
     Args:
         parts: Parts of a tensor.
-        dims: For each old dimension, the new dimension and the factor for positions along it.
+        dims: For each old dimension, the new dimension and a factor for indices along it.
         rank: Number of new dimensions.
     """
     renumbered: list[Part] = []
@@ -343,7 +346,7 @@ def _renumber_dims(
 
 
 def coalesce_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Merge axes that are contiguous in the tensor and in the stored tensor."""
+    """Merge axes that together are evenly spaced in the tensor and in the stored tensor."""
     merged: list[Axis] = []
     for axis in sorted(axes, key=lambda item: (item.dim, item.step)):
         last = merged[-1] if merged else None
@@ -360,7 +363,7 @@ def coalesce_axes(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def _split_part(part: Part, dim: int, block: int) -> Iterator[Part]:
-    """Split a dimension of a part into two, blocks and elements of a block.
+    """Split dimension *dim* of a part into two dimensions, for blocks and elements of a block.
 
     Raises:
         MappingError: There are more than :data:`MAX_PARTS` parts.
@@ -389,10 +392,10 @@ def _iterate_block_runs(
     """Yield ``(first, count, repeats)`` for runs of indices in one block, repeated every *period*.
 
     Args:
-        axis: An axis that crosses block boundaries.
-        period: Number of indices after which positions inside of blocks repeat.
-        offset: Position of index 0 in its block.
-        inner_span: Span of the axes with smaller steps.
+        axis: Axis that crosses block boundaries.
+        period: Number of indices after which positions within blocks repeat.
+        offset: Position of index 0 within its block.
+        inner_span: Combined span of the axes with smaller steps.
         block: Number of elements in a block.
     """
 
@@ -415,7 +418,7 @@ def _iterate_block_runs(
 def _iterate_index_ranges(
     sizes: Sequence[int], steps: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[range, ...]]:
-    """Yield boxes of indices whose position is in ``[start, stop)``.
+    """Yield boxes that contain all indices whose position is in ``[start, stop)``.
 
     At most ``2 * len(sizes) - 1`` boxes are needed, because each step exceeds the span of the
     smaller steps after it.
@@ -440,7 +443,7 @@ def _iterate_index_ranges(
 
 
 def _compute_last_offset(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Compute the distance from the first to the last element."""
+    """Compute the distance from the first to the last element of axes with these steps."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
