@@ -1,8 +1,9 @@
 """Model-parallel sharding of complete tensors, and its inverse.
 
 A stored tensor consists of one or several concatenated parts. Each part is split across ranks along
-the axis that its table marks, and a rank's tensor is the concatenation of its shards. Rank r has
-``[q_r; k_r; v_r]`` of ``[q; k; v]``, and its rows of every expert of ``(x f) d`` with ``f`` split.
+the axis with a star in its table. The tensor of a rank is the concatenation of its shards. For
+example, rank r has ``[q_r; k_r; v_r]`` of ``[q; k; v]``. If ``f`` is split in ``(x f) d``, each
+rank has some rows of every expert.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class PartSplit:
     """The split of one part of a stored tensor across ranks.
 
     Attributes:
-        leaf: The part.
-        axis: The axis that is split, or None if the part is replicated.
-        dim: The dimension with that axis, or None if keys are distributed instead.
+        leaf: Leaf of the part.
+        axis: Axis that is split, or None if the part is replicated.
+        dim: Dimension that contains the axis, or None if keys are distributed instead.
     """
 
     leaf: Leaf
@@ -37,7 +38,7 @@ class PartSplit:
 
     @property
     def outer_axes(self) -> tuple[str, ...]:
-        """The axes of the dimension that are outside the axis that is split."""
+        """Axes of the same dimension that precede the axis that is split."""
         if self.dim is None or self.axis is None:
             return ()
         group = self.leaf.dims[self.dim]
@@ -46,12 +47,12 @@ class PartSplit:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """A box of a tensor in the shard of one rank.
+    """A box of the complete tensor that the shard of one rank contains.
 
     Attributes:
-        box: The box in the complete tensor.
+        box: Position and size of the box in the complete tensor.
         offsets: First indices of the box in the rank's tensor.
-        axis: The axis along which the tensor was split into boxes, or None if it was not.
+        axis: Axis along which the tensor was split into boxes, or None if it was not split.
     """
 
     box: Box
@@ -65,7 +66,7 @@ class RankShard:
 
     Attributes:
         shape: Shape of the rank's tensor.
-        pieces: The boxes that tile the rank's tensor.
+        pieces: Boxes of the complete tensor that tile the rank's tensor.
     """
 
     shape: tuple[int, ...]
@@ -73,13 +74,13 @@ class RankShard:
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...]) -> RankShard:
-        """Build the shard of a rank that has the complete tensor."""
+        """Build the shard of a rank that has the complete tensor of *shape*."""
         return cls(shape, (ShardPiece(Box.whole(shape), (0,) * len(shape)),))
 
 
 @lru_cache(maxsize=1 << 16)
 def list_part_splits(family: Family, layout: str, key: str) -> tuple[PartSplit, ...]:
-    """List the split of each part of *key*, empty for a tensor without information.
+    """List the split of each part of *key*, or nothing if the tensor contains no information.
 
     Raises:
         MappingError: The layout has no such key.
@@ -101,13 +102,13 @@ def list_part_splits(family: Family, layout: str, key: str) -> tuple[PartSplit, 
 
 
 def find_split_dim(family: Family, layout: str, key: str) -> int | None:
-    """Return the dimension of *key* that is split across ranks, or None if there is none."""
+    """Return the dimension of *key* that is split across ranks, or None if none is split."""
     dims = {cut.dim for cut in list_part_splits(family, layout, key)} - {None}
     return dims.pop() if len(dims) == 1 else None
 
 
 def find_owner_axis(family: Family, layout: str, key: str) -> str | None:
-    """Return the index of *key* along which each rank has complete entries (experts), or None."""
+    """Return the index of *key* that is distributed across ranks, such as experts, or None."""
     splits = list_part_splits(family, layout, key)
     axis = splits[0].axis if splits else None
     return axis if axis and axis in splits[0].leaf.spread_axes else None
@@ -132,7 +133,7 @@ def compute_part_lengths(
 
 
 def unknown_size_error(family: Family, key: str, axes: Sequence[str], ranks: int) -> MappingError:
-    """Build the error about unknown sizes that are needed to split a tensor."""
+    """Build the error for a tensor that cannot be split because sizes of *axes* are unknown."""
     names = " and ".join(dict.fromkeys(map(family.describe_size, axes)))
     return MappingError(
         f"cannot split a tensor across {pluralize(ranks, 'rank')} without {names}",
@@ -305,9 +306,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 def iterate_observed_shapes(
     family: Family, layout: str, shapes: Shapes, ranks: int
 ) -> Iterator[ObservedShape]:
-    """Yield one tensor of each kind, with the shape of the *ranks* shards together.
+    """Yield one tensor of each kind of keys, with the combined shape of all its shards.
 
-    Repeated heads are counted as often as they are stored.
+    Heads that are repeated on several ranks are counted once per rank.
     """
     seen: set[str] = set()
     for key, shape in shapes.items():
@@ -348,9 +349,9 @@ def solve_stored_sizes(
 def fits_ranks(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
     """Return whether the shapes on one of *ranks* ranks are consistent with this family's split.
 
-    With one rank, the shapes only need to be consistent in that layout. Llama 2 splits the
-    embedding by columns, Llama 3 by rows. The replicated norms determine the hidden size, so that
-    only one of the two is consistent.
+    With one rank, the shapes only need to be consistent with the layout. For example, Llama 2
+    splits the embedding by columns, and Llama 3 splits it by rows. Replicated norms determine the
+    hidden size, so that only one of these splits is consistent.
     """
     try:
         solve_axis_sizes(family, iterate_observed_shapes(family, layout, shapes, ranks), {})
@@ -362,7 +363,8 @@ def fits_ranks(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
 def list_possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     """List the possible repetitions of each key/value head in *ranks* shards, largest first.
 
-    Heads may be repeated only if there is one per rank. Only their values show the right count.
+    Heads can only be repeated if each rank has one head. Only the values of the heads determine the
+    actual number of repetitions.
     """
     heads = sizes.get("k", 0)
     if heads != ranks or ranks < 2:
@@ -371,7 +373,7 @@ def list_possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ..
 
 
 def compute_unrepeated_sizes(family: Family, sizes: AxisSizes, repeats: int) -> AxisSizes:
-    """Count repeated entries in *sizes* once, and multiply the axes that share a composite."""
+    """Count repeated entries in *sizes* once, and multiply other axes of the same composite."""
     repeated_axes = set(family.repeated)
     composites = family.composite.values()
     multiplied_axes = {
@@ -398,7 +400,7 @@ def compute_full_shape(
     ranks: int,
     repeats: int,
 ) -> tuple[int, ...]:
-    """Return the shape of the complete tensor whose shards have *shape*."""
+    """Return the shape of the complete tensor, given the *shape* of its shard on one rank."""
     parts, dim = list_part_splits(family, layout, key), find_split_dim(family, layout, key)
     if dim is None:
         return shape

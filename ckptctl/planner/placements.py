@@ -1,4 +1,4 @@
-"""Shards of a global tensor on the ranks of a device mesh.
+"""Computation of the shards of a global tensor on the ranks of a device mesh.
 
 The rules are those of ``torch/distributed/tensor/placement_types.py``. ``Shard`` splits like
 ``torch.chunk``, so that the last ranks may have smaller or empty shards. ``_StridedShard`` first
@@ -54,8 +54,8 @@ class MeshShard(NamedTuple):
 
     Attributes:
         shape: Shape of the local tensor.
-        boxes: The boxes that tile the local tensor. There is one unless the shard is strided, and
-            none if it is empty.
+        boxes: Boxes that tile the local tensor. A strided shard may have several boxes. An empty
+            shard has none.
     """
 
     shape: Ints
@@ -105,7 +105,7 @@ def compute_local_shard(
 def shard_runs(
     runs: Sequence[IndexRun], split_factor: int, count: int, index: int
 ) -> list[IndexRun]:
-    """Shard the indices in *runs*, and return those of rank *index* of *count*.
+    """Shard the indices in *runs* across *count* ranks, and return the runs of rank *index*.
 
     Raises:
         UnsupportedError: There are more than :data:`MAX_PARTS` runs.
@@ -136,7 +136,7 @@ def _count_chunks(total: int, count: int) -> int:
 def _append_runs(
     merged_runs: list[IndexRun], runs: Sequence[IndexRun], first: int, last: int
 ) -> None:
-    """Append the local positions ``[first, last)`` of *runs*, merging adjacent runs."""
+    """Append positions ``[first, last)`` of the concatenated *runs*, and merge adjacent runs."""
     position = 0
     for start, length in runs:
         low, high = max(first, position), min(last, position + length)

@@ -1,9 +1,9 @@
-"""Matched source checkpoints, and checks for the parts of fused and stacked targets.
+"""Resolution of source checkpoints, and checks of the parts of fused and stacked targets.
 
-In a resolved source, every key is known, none is missing, and axis sizes are solved. Tied and
-repeated tensors are read once. Fused and stacked tensors of the target are written completely or
-not at all. A partly selected tensor is an error. A tensor with missing parts is skipped if these
-parts are allowed to be missing.
+In a resolved source, all keys are known, no key is missing, and axis sizes are solved. Tied and
+repeated tensors are read once. A fused or stacked tensor of the target is written completely or not
+at all. If only some of its parts were selected, an error is raised. If parts are missing that are
+allowed to be missing, the tensor is skipped.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
 
 Origin: TypeAlias = tuple[LogicalTensor, Mapping[SpreadPosition, str]]
-"""A logical tensor of the source and the keys that contain it."""
+"""A logical tensor of the source, and the keys that contain it by spread position."""
 
 
 class SurplusError(MappingError):
     """Error for tensors with more layers, experts or other entries than the config states.
 
     Args:
-        name: Name of the count in the config.
-        count: Number according to the tensors.
-        stated: Number according to the config.
+        name: Name of the config field with the count.
+        count: Count according to the tensors.
+        stated: Count according to the config.
     """
 
     def __init__(self, name: str, count: int, stated: int) -> None:
@@ -81,7 +81,7 @@ class MatchedSource:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Tensors that are tied."""
+        """Ties that apply to the model, or an empty tuple if its embeddings are not tied."""
         return self.family.ties if self.tied else ()
 
     def find_tensor(self, name: str, values: IndexValues = ()) -> Origin | None:
@@ -158,8 +158,8 @@ def _count_indices(
 ) -> dict[str, int]:
     """Count the values of each index, and require that no count exceeds its size in *sizes*.
 
-    Layers that are numbered together with others count even if they were not selected. So do all
-    entries that the layout spreads over keys, because a stacked tensor has all of them.
+    Unselected layers are counted too if the layout numbers several kinds of layers together.
+    Unselected entries of spread axes are counted because a stacked tensor contains all entries.
     """
     counts = matched.count_indices()
     if surplus := surplus_error(family, counts, sizes):
@@ -174,7 +174,7 @@ def _count_indices(
 def surplus_error(
     family: Family, counts: Mapping[str, int], sizes: Mapping[str, int]
 ) -> SurplusError | None:
-    """Build the error for an index whose count exceeds its size in *sizes*, or return None."""
+    """Return an error if the count of any index exceeds its size in *sizes*, or else None."""
     for index, count in counts.items():
         if count > sizes.get(index, count):
             return SurplusError(family.describe_size(index), count, sizes[index])
@@ -184,8 +184,8 @@ def surplus_error(
 class FusedPartCheck:
     """Check that all parts and entries of fused and stacked target tensors exist.
 
-    Expected parts follow from the tables and from the number of entries of the complete model, not
-    from the tensors that were selected or found.
+    The expected parts are determined by the tables and by the number of entries in the complete
+    model, not by the tensors that were selected or found.
     """
 
     def __init__(
@@ -244,10 +244,10 @@ class FusedPartCheck:
     def exclude_incomplete(
         self, tensors: Sequence[MappedTensor]
     ) -> tuple[list[MappedTensor], dict[str, str]]:
-        """Exclude skipped tensors, and all tensors that share a target with them.
+        """Exclude skipped tensors, and all tensors that share a target tensor with them.
 
         Returns:
-            The remaining tensors, and the source keys that are not read, with reasons.
+            The remaining tensors, and the reason for each source key that is not read.
         """
         complete, incomplete, skipped_keys = list(tensors), list(tensors), dict[str, str]()
         while incomplete and self._skip_reasons:

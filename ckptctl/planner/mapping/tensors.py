@@ -1,4 +1,4 @@
-"""Mapping of all tensors of a checkpoint to another layout, by names and axes."""
+"""Mapping of all tensors of a checkpoint to another layout, by keys and axes."""
 
 from __future__ import annotations
 
@@ -41,23 +41,26 @@ from ckptctl.planner.strided import Ints, StridedTensor
 from ckptctl.units import pluralize
 
 MAX_SPREAD_KEYS = 1 << 16
-"""Maximum number of keys of one stacked tensor, since the shape of an empty one is arbitrary."""
+"""Maximum number of keys over which one stacked tensor is spread.
+
+The limit is needed because an empty tensor can have an arbitrarily large dimension.
+"""
 _LAYER_PREFIX = re.compile(r"\D*\.\d+\.")
-"""Prefix of a key up to its layer number."""
+"""Pattern of the prefix of a key, up to and including its layer number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutChange:
-    """The mapping of a model from one layout to another, or to the same one.
+    """Mapping of the tensors of a model from one layout to another or to the same layout.
 
     Attributes:
         family: The model type, or None if it is unknown and every tensor keeps its name.
         source_layout: Layout of the source, or None if it is unknown.
         tensors: Mapped tensors in the target's natural order, with layers in numeric order.
-        redundant: Elements of the source that no target has, which must be verified as redundant.
-        zeros: Virtual sources of *tensors*.
+        redundant: Source elements that are not written, which must be verified to be redundant.
+        zeros: Virtual tensors of zeros that are sources of *tensors*.
         sizes: All known axis sizes, and the number of layers as ``i``.
-        skipped_keys: Source keys of fused or stacked tensors with missing parts, and reasons.
+        skipped_keys: Source keys of incomplete fused or stacked tensors, with the reason for each.
         vocab: Size to which the vocabulary was padded or truncated, or None if it was kept.
         notes: Messages for the user, including dropped source keys with reasons, and the values
             chosen where descriptions of the model differ.
@@ -77,7 +80,7 @@ class LayoutChange:
 
     @property
     def dropped_keys(self) -> dict[str, str]:
-        """Dropped source keys, with reasons."""
+        """Reason for each dropped source key."""
         return self.notes.get_reasons("dropped")
 
     @property
@@ -113,13 +116,14 @@ def map_tensors(
         sizes: Axis sizes from a configuration (:func:`ckptctl.planner.config_facts.read_sizes`).
         tied: Whether embeddings are tied, or None for the family's default.
         untie: Whether to write tied tensors separately, without comparing them.
-        partial: Whether *shapes* is a selection, so that no tensor is missing.
+        partial: Whether *shapes* is only a selection, so that absent tensors do not count as
+            missing.
         lists: Lists of layer numbers from the config.
         matched: The matched keys of the complete model, or None to match *shapes*.
         absent_tensors: Logical tensors that this model does not have.
         required: Optional tensors that the config requires.
-        may_be_missing: Keys that may be missing, so that fused tensors with them are skipped.
-        resize: New sizes of axes to truncate or to pad with zeros.
+        may_be_missing: Keys that may be missing. Fused tensors that need them are then skipped.
+        resize: New size of each axis to truncate or to pad with zeros.
 
     Raises:
         MappingError: Tensors are unknown, missing, contradictory, or unmapped in the target.
@@ -173,7 +177,7 @@ class _TensorMapper:
         self.target_cache: dict[object, Sequence[StridedTensor]] = {}
 
     def map_unchanged(self) -> LayoutChange:
-        """Map to the same layout. Tensors are kept unless they are resized or untied."""
+        """Map all tensors to the same layout, unchanged unless they are resized or untied."""
         matched = self.source.matched
         self.numbering = matched.numbering
         self.fused_part_check = FusedPartCheck(self.source, self.target, self.numbering, ())
@@ -201,7 +205,11 @@ class _TensorMapper:
     def map_to_target(
         self, lists: Mapping[str, Sequence[int]], may_be_missing: Collection[str]
     ) -> LayoutChange:
-        """Map to another layout."""
+        """Map all tensors to the target layout.
+
+        *lists* contains the layer numbers from the config, and *may_be_missing* the keys that are
+        allowed to be missing.
+        """
         require_numbering(
             self.family, self.source.layout.name, self.source.matched.numbering, lists
         )
@@ -257,7 +265,7 @@ class _TensorMapper:
     # ------------------------------------------------------------------- sources of tensors
 
     def _iterate_tensors(self) -> Iterator[MappedTensor]:
-        """Yield each mapped tensor. Tile embeddings in another form are collected separately."""
+        """Yield each mapped tensor, except tile embeddings whose representation changes."""
         unmapped: dict[str, LogicalTensor] = {}
         for tensor, values in self._iterate_logical_tensors():
             origin = self._find_origin(tensor, values)
@@ -269,7 +277,10 @@ class _TensorMapper:
             raise self._unmapped_error(unmapped)
 
     def _find_origin(self, tensor: LogicalTensor, values: tuple[int, ...]) -> Origin | None:
-        """Find the source of a logical tensor, or None if it is missing or the target omits it."""
+        """Find the source of a logical tensor at index *values*.
+
+        Return None if the tensor is missing in the source or omitted by the target.
+        """
         own_origin = self.source.find_tensor(tensor.name, values)
         tie = next((tie for tie in self.source.ties if tensor.name in (tie.tensor, tie.of)), None)
         if tie is None or (own_origin and (self.untie or tensor.name == tie.of)):
@@ -288,7 +299,7 @@ class _TensorMapper:
         )
 
     def _note_drops(self) -> None:
-        """Note dropped keys, and the tensors that dropped copies must equal."""
+        """Record the dropped keys, and the tensor that each dropped copy must equal."""
         tied = {tie.tensor: tie.of for tie in self.source.ties}
         for key, rule in self.source.matched.dropped.items():
             self.notes.explain("dropped", {key: rule.reason})
@@ -299,7 +310,7 @@ class _TensorMapper:
                 self.copies.append(RedundantData.from_copy(key, kept_key=kept_origin[1][()]))
 
     def _iterate_logical_tensors(self) -> Iterator[tuple[LogicalTensor, tuple[int, ...]]]:
-        """Yield the logical tensors in natural order, with the tensors of a block together."""
+        """Yield each logical tensor and its index values in natural order, block by block."""
         indices: dict[int, set[tuple[int, ...]]] = {}
         for name, values in self.source.matched.keys:
             indices.setdefault(self.family.tensors[name].block, set()).add(values)
@@ -365,7 +376,7 @@ class _TensorMapper:
             yield MappedTensor(tuple(reads), tuple(writes))
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
-        """Add sources of zeros for the elements by which targets are extended."""
+        """Append a source of zeros to *reads* if targets in *writes* are padded."""
         parts = ((target.key, part) for target in writes for part in target.tensor.parts)
         added = ((key, part) for key, part in parts if int(part.entry.name) == len(reads))
         for key, part in islice(added, 1):
@@ -412,7 +423,10 @@ class _TensorMapper:
         return self.target_cache[kind]
 
     def _remove_duplicates(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
-        """Keep one of the tensors that fill the same target, and record the copies to compare."""
+        """Keep the first of several tensors that fill the same target.
+
+        The other tensors are recorded as copies that must equal it.
+        """
         first: dict[object, MappedTensor] = {}
         for item in tensors:
             target_position = tuple(
@@ -436,7 +450,10 @@ class _TensorMapper:
     # ------------------------------------------------------- unmapped and generated tensors
 
     def _convert_tiles(self, tensor: LogicalTensor, key: str) -> bool:
-        """Add the conversion of tile embeddings to the target's form, or return False."""
+        """Convert tile embeddings to the representation of the target.
+
+        Return False if the target stores them in the same representation.
+        """
         for rule in self.family.tiles:
             leaf = self.target.leaves.get(rule.find_counterpart(tensor.name))
             if leaf is not None:
@@ -504,7 +521,11 @@ class _TensorMapper:
 def _group_spread_positions(
     leaf: Leaf, positions: Iterable[SpreadPosition], axes: Sequence[str]
 ) -> dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]]:
-    """Group *positions* by their values along *axes*, each with its values along other axes."""
+    """Group *positions* by their values along *axes*.
+
+    Returns:
+        The positions of each group, each with its values along the other axes.
+    """
     groups: dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]] = {}
     for position in positions:
         shared = tuple(position[leaf.spread_axes.index(axis)] for axis in axes)

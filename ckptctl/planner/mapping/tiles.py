@@ -27,8 +27,8 @@ class TileConversion:
 
     Attributes:
         tensors: Mapped tensors that fill the target.
-        zeros: Virtual sources of *tensors*.
-        redundant: Elements of the source that the target does not have.
+        zeros: Virtual tensors of zeros that are sources of *tensors*.
+        redundant: Elements of the source that are not written to the target.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -37,7 +37,7 @@ class TileConversion:
 
 
 def list_aspect_ratios(tiles: int) -> list[tuple[int, int]]:
-    """List the heights and widths, in tiles, of images with at most *tiles* tiles, in order."""
+    """List the ``(height, width)`` in tiles of every image with at most *tiles* tiles."""
     sides = range(1, tiles + 1)
     return [(height, width) for height in sides for width in sides if height * width <= tiles]
 
@@ -48,11 +48,11 @@ def convert_tiles(
     """Convert a tile embedding from a grid to rows, or from rows to a grid.
 
     Args:
-        source: Key in the source.
-        target: Key in the target.
-        shape: Shape in the source.
-        inner: Sizes of the dimensions of the grid after the first two, None if unknown.
-        to_grid: Whether the target is the grid, not one row per aspect ratio.
+        source: Key of the tensor in the source.
+        target: Key of the tensor in the target.
+        shape: Shape of the tensor in the source.
+        inner: Sizes of the third and later dimensions of the grid, or None for an unknown size.
+        to_grid: Whether to convert to a grid instead of one row per aspect ratio.
 
     Raises:
         MappingError: The shape does not fit the model.
@@ -128,7 +128,7 @@ class _TileConverter:
         return replace(conversion, redundant=tuple(redundant))
 
     def _iterate_sources(self, grid_position: tuple[int, int]) -> Iterator[Region]:
-        """Yield the regions of rows that contain a position of the grid."""
+        """Yield each region of the rows that contains the tile at *grid_position*."""
         y, x = grid_position
         for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1):
             if y < height and x < width:
@@ -136,7 +136,7 @@ class _TileConverter:
                 yield Region(self.source, (row, start), (1, self.width))
 
     def _map_position(self, grid_position: tuple[int, int], region: Region) -> MappedTensor:
-        """Map one position of the grid."""
+        """Map a region of the rows to the tile at *grid_position* of the grid."""
         shape = self.rows, self.tiles * self.width
         read = SourceTensor(
             self.source, shape, f"{self.target}.{grid_position[0]}.{grid_position[1]}"
@@ -149,7 +149,7 @@ class _TileConverter:
         return MappedTensor((read,), (written,))
 
     def _iterate_unused(self, key: str) -> Iterator[Region]:
-        """Yield the parts of the rows that no aspect ratio uses (row 0 and the ends of others)."""
+        """Yield the regions of rows that no aspect ratio uses, in row 0 and at the end of rows."""
         total = self.tiles * self.width
         yield Region(key, (0, 0), (1, total))
         for row, (height, width) in enumerate(list_aspect_ratios(self.tiles), 1):
@@ -160,7 +160,7 @@ class _TileConverter:
     def _fill_with_zeros(
         self, tensors: list[MappedTensor], unused: Sequence[Region], shape: Ints
     ) -> TileConversion:
-        """Fill the *unused* parts of a target of *shape* with zeros."""
+        """Fill the *unused* regions of a target of *shape* with zeros."""
         zeros = [
             ZeroTensor(build_computed_name(f"{key}@{origin}"), sizes, like=self.source)
             for key, origin, sizes in unused
