@@ -1,7 +1,7 @@
-"""Choice of the checkpoints of a run to keep, without access to files or a clock.
+"""Retention rules that select the checkpoints of a run to keep, without access to files.
 
-A checkpoint is kept if any rule keeps it. Rules count and remove only complete checkpoints, and the
-newest complete checkpoint of a series is always kept. The rules are those of
+A checkpoint is kept if any rule keeps it. Rules only apply to complete checkpoints, and the newest
+complete checkpoint of a series is always kept. The rules are those of
 ``restic forget`` (``--keep-last``, ``--keep-within``) and of Orbax's preservation policies.
 """
 
@@ -21,11 +21,11 @@ from ckptctl.verdict import Verdict
 Action = Literal["keep", "remove", "skip"]
 
 BEING_WRITTEN, NOT_INTERRUPTED = "being written", "no incomplete write"
-"""Reasons to skip an incomplete checkpoint. Tables omit them, because its state shows the same."""
+"""Reasons to skip an incomplete checkpoint, which tables omit because the state implies them."""
 HOUR_SECONDS = 3600.0
 DURATION_UNITS = (("d", 86_400.0), ("h", HOUR_SECONDS), ("min", 60.0), ("s", 1.0))
 CLOCK_TOLERANCE_SECONDS = 2.0
-"""Tolerance for times in seconds, the resolution of the coarsest file system clock (FAT)."""
+"""Tolerance in seconds for comparing times, which is the resolution of timestamps on FAT."""
 
 
 def replace_nonfinite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -38,14 +38,15 @@ class Retainable:
     """One checkpoint of a run.
 
     Attributes:
-        series: Common part of the names of checkpoints to which the rules apply together.
-        order: Sort key in the series, such as step, epoch and version.
+        series: Common part of checkpoint names. Rules are applied to each series separately.
+        order: Sort key within the series, such as step, epoch and version.
         time: Time of the write, in seconds since the epoch.
         pinned: References to the checkpoint, such as pointer files, which keep it.
-        torn: Whether its files show an interrupted write. Only then may it be removed as damaged.
-        exempt: Reason to skip it regardless of the policy, so that it does not count. Empty if it
-            is not exempt. Equal to the state if that is the reason.
-        lineage: Its save number and the resumes before it, if recorded.
+        torn: Whether the files show an interrupted write. Only then is a damaged checkpoint
+            removed.
+        exempt: Reason to skip the checkpoint regardless of the policy, or empty if it is not
+            exempt. If the state is the reason, this equals the state.
+        lineage: Save number and previous resumes, if the checkpoint records them.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Retainable:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is complete and rules apply to it."""
+        """Whether the checkpoint is complete and rules apply to it."""
         return self.complete and not self.exempt
 
     @property
@@ -169,7 +170,7 @@ class BestRule:
         return f"{end} {self.metric}" if self.count == 1 else f"{self.count} {end} {self.metric}"
 
     def resolve_metric(self, known_metrics: Sequence[str]) -> BestRule:
-        """Return the rule with the full name of its metric among those of checkpoints.
+        """Return the rule with its metric resolved to a full name among *known_metrics*.
 
         Raises:
             UsageError: No checkpoint has the metric.
@@ -201,11 +202,11 @@ class Policy:
     Attributes:
         last: Keep this number of the newest checkpoints.
         every: Keep checkpoints whose step is a multiple of this.
-        closest: Keep the checkpoint closest to each multiple of this, the later of two equally
-            close ones.
-        within: Keep checkpoints at most this many seconds older than the newest.
-        interval: Keep the oldest, and each one written at least this many seconds after the last
-            one kept.
+        closest: Keep the checkpoint whose step is closest to each multiple of this. Of two equally
+            close checkpoints, the later one is kept.
+        within: Keep checkpoints that are at most this many seconds older than the newest one.
+        interval: Keep the oldest checkpoint, and each checkpoint that was written at least this
+            many seconds after the last one kept.
         best: Keep the best checkpoints by metrics.
         patterns: Keep checkpoints whose names match a glob.
         keep_if: Predicate for complete checkpoints to keep.
@@ -226,13 +227,13 @@ class Policy:
 
     @property
     def has_general_rules(self) -> bool:
-        """Whether it has a rule other than patterns and metrics."""
+        """Whether the policy has a rule other than patterns and metrics."""
         rules = (self.last, self.every, self.closest, self.within, self.interval, self.keep_if)
         return any(rule is not None for rule in rules)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no rule for complete checkpoints."""
+        """Whether the policy has no rule that keeps complete checkpoints."""
         return not self.has_general_rules and not self.best and not self.patterns
 
     def require_rules(self) -> None:
@@ -260,7 +261,7 @@ class Policy:
             raise RefusedError(f"{format_option('--keep-interval 0')} keeps every checkpoint")
 
     def resolve_metrics_and_patterns(self, checkpoints: Sequence[Retainable]) -> Policy:
-        """Return the policy with metrics and patterns resolved to names of *checkpoints*.
+        """Return the policy with metrics and patterns resolved to full names from *checkpoints*.
 
         A pattern may be a path from shell completion, such as ``runs/a/step-2/``.
         """
@@ -328,10 +329,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[C]):
-    """The decision about one checkpoint.
+    """Decision to keep, remove or skip one checkpoint.
 
     Attributes:
-        action: ``keep``, ``remove``, or ``skip`` if it is not touched and does not count.
+        action: ``keep``, ``remove``, or ``skip`` for a checkpoint to which rules do not apply.
     """
 
     checkpoint: C
@@ -347,15 +348,15 @@ def decide_retention(
     replaced: bool = False,
     pending_saves: int = 0,
 ) -> tuple[Decision[C], ...]:
-    """Decide about each checkpoint, series by series, in the order of :func:`sort_checkpoints`.
+    """Decide to keep, remove or skip each checkpoint, in the order of :func:`sort_checkpoints`.
 
     Args:
         checkpoints: The checkpoints of a run.
         policy: The rules.
         now: Current time, in seconds since the epoch.
-        replaced: Whether a complete copy elsewhere replaces them, so that the newest is not kept
-            unconditionally.
-        pending_saves: Number of pending saves, which count toward the last ones.
+        replaced: Whether complete copies of the checkpoints exist elsewhere, so that the newest is
+            not kept unconditionally.
+        pending_saves: Number of saves in progress, which count toward ``policy.last``.
     """
     sorted_checkpoints = sort_checkpoints(checkpoints)
     decisions: list[Decision[C]] = []
@@ -491,7 +492,7 @@ def _iterate_closest(counted: Sequence[Retainable], every: int) -> Iterator[tupl
 
 
 def _iterate_spaced(counted: Sequence[Retainable], interval: float) -> Iterator[Retainable]:
-    """Yield checkpoints at least *interval* seconds apart, starting over if the clock was reset."""
+    """Yield checkpoints at least *interval* seconds apart, and start over after a clock reset."""
     last: float | None = None
     for checkpoint in counted:
         if last is None or abs(checkpoint.time - last) >= interval:
@@ -502,7 +503,10 @@ def _iterate_spaced(counted: Sequence[Retainable], interval: float) -> Iterator[
 def _iterate_best(
     counted: Sequence[Retainable], best: BestRule
 ) -> Iterator[tuple[Retainable, str]]:
-    """Yield the best checkpoints by a metric. Of equal ones, the newest comes first."""
+    """Yield the best checkpoints by a metric, with the reason to keep each of them.
+
+    Of checkpoints with equal scores, the newest is preferred.
+    """
     scores = [
         (value, n)
         for n, checkpoint in enumerate(counted)
@@ -513,7 +517,7 @@ def _iterate_best(
 
 
 def _decide_uncounted(checkpoint: C, policy: Policy, now: float, has_complete: bool) -> Decision[C]:
-    """Decide about an incomplete or exempt checkpoint.
+    """Decide to remove or skip an incomplete or exempt checkpoint.
 
     Args:
         checkpoint: The checkpoint.
@@ -541,7 +545,7 @@ def _decide_uncounted(checkpoint: C, policy: Policy, now: float, has_complete: b
 
 
 def format_exact_duration(seconds: float) -> str:
-    """Format a duration for options, in the largest unit that divides it."""
+    """Format a duration as an option value, in the largest unit that divides it evenly."""
     unit, length = next(
         ((u, n) for u, n in DURATION_UNITS if seconds and seconds % n == 0), DURATION_UNITS[-1]
     )
