@@ -191,21 +191,21 @@ class Family:
     Attributes:
         name: The model type, as in ``llama3``.
         title: Name for display.
-        layouts: Names of its layouts. Of two identical layouts, the first one is preferred.
-        tables: See :mod:`ckptctl.planner.families.tables`.
+        layouts: Names of the layouts. Of two identical layouts, the first one is preferred.
+        tables: Text tables of the tensors, as in :mod:`ckptctl.planner.families.tables`.
         like: For a layout, another layout whose cells it inherits unless the tables override them.
-        architecture: Class name in config.json.
+        architecture: Name of the model class in config.json.
         aliases: Other names that users may specify.
-        drops: Stored tensors without information.
-        ties: Tensors that may be tied.
+        drops: Rules to drop stored tensors that contain no information.
+        ties: Pairs of logical tensors that a model may tie.
         tied: Whether :attr:`ties` apply by default.
         constants: Axis sizes that never vary.
         composite: Axes that are products of other axes.
-        sizes: For each axis (or index, for its count) the names in config.json and params.json.
+        sizes: Field names in config.json and params.json of each axis size or index count.
             ``a|b`` lists several names, also in other objects, as in ``a|outer.a``.
         formulas: Axes with formulas for their sizes, in addition to :attr:`sizes`. A formula is a
             sum of products and quotients of fields of config.json.
-        repeated: Axes whose entries are repeated if there are more ranks than entries.
+        repeated: Axes whose entries are repeated on several ranks if ranks outnumber entries.
         pinned: Tensors that are never cast, by name without indices.
         variants: Groups of alternative layer types, such as ``(("dense", "moe"),)``. Every layer
             (every index of a table that uses a variant) has exactly one variant of each group.
@@ -213,9 +213,9 @@ class Family:
         kinds: Rules that find the layers of each variant from a config.
         layer_sizes: Sizes of free axes that a config states per layer.
         free: Axes whose size may differ between tensors. They are never grouped with other axes.
-        shifts: Layers of different kinds that a layout numbers together.
-        tiles: Tile embeddings that layouts store in two ways.
-        companions: Scales that are stored next to weights.
+        shifts: Rules for layouts that number layers of two kinds together.
+        tiles: Tile embeddings that some layouts store as a grid and others as rows.
+        companions: Quantization scales that are derived from the tables of the weights.
         quantized: Variants with quantized elements or their scales.
         unquantized: Matrices of layers that no program reads quantized, by name without indices.
             Routers, gates and embeddings are recognized by their axes.
@@ -230,11 +230,11 @@ class Family:
         config_signs: Alternative conditions on config.json, one of which must hold. ``rope_theta``
             and ``rope_type`` are normalized for all versions of transformers.
         params_signs: Alternative conditions on params.json, one of which must hold.
-        params: Format of its params.json.
+        params: Format of the family's params.json.
         earlier: Names of RoPE fields that only this family had before transformers 5.
         presets: Values of config.json that params.json does not have, as pairs of conditions on
             params.json and values. Later pairs take precedence.
-        megatron: Its description in Megatron-Core's configuration, or None.
+        megatron: Representation in Megatron-Core's configuration, or None.
         tiny: Axis sizes of the smallest model that shows every axis.
         rows: Additional logical tensors that are not in the tables.
         partial: Whether a checkpoint may have any subset of the tensors, as an adapter does, so

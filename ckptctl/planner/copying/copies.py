@@ -40,7 +40,7 @@ def tile_transfer(
     Args:
         transfer: The tensor to write.
         records: All records of the output, which contain the boxes of the tensor.
-        limits: Maximum sizes of tiles and buffers.
+        limits: Maximum sizes of tiles and buffers, in bytes.
         checked: Names of the stored tensors whose recorded checksums are verified.
 
     Yields:

@@ -115,7 +115,7 @@ LLAMA3_ROPE = {
 
 
 class RequiredDefault:
-    """Placeholder for the default of a required field."""
+    """Placeholder for the default of a field that config.json must contain."""
 
     def __repr__(self) -> str:
         return "NEEDED"

@@ -103,8 +103,8 @@ def build_table_cells(
     Args:
         family: The model type.
         sizes: Known axis sizes.
-        source: The source layout and its logical tensor.
-        target: The target layout and its logical tensor.
+        source: The source layout, and the logical tensor to read.
+        target: The target layout, and the logical tensor to write.
         key: Key of one stored tensor of the source, for error messages.
         shape: Shape of that stored tensor.
         resize: New size of each axis that is padded or truncated.

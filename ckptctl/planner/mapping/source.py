@@ -200,7 +200,7 @@ class FusedPartCheck:
         self._skip_reasons: dict[str, str] = {}
 
     def check_parts(self, tensor: LogicalTensor, values: IndexValues) -> None:
-        """Skip a fused tensor if its missing parts are allowed to be missing, or raise."""
+        """Skip a fused tensor if all parts that it lacks may be missing, or else raise an error."""
         if self._target.leaves[tensor.name].part is None:
             return
         parts = self._target.stored_by_name[tensor.name].parts
@@ -222,7 +222,7 @@ class FusedPartCheck:
     def check_entries(
         self, tensor: LogicalTensor, source_tensor: LogicalTensor, values: IndexValues
     ) -> None:
-        """Skip a stacked tensor if its missing entries are allowed to be missing, or raise."""
+        """Skip a stacked tensor if all entries that it lacks may be missing, or else raise."""
         leaf, target_leaf = (
             self._source.layout.leaves[source_tensor.name],
             self._target.leaves[tensor.name],
@@ -282,7 +282,7 @@ class FusedPartCheck:
     def _skip_or_raise(
         self, tensor: LogicalTensor, values: IndexValues, existing: list[str], missing: list[str]
     ) -> None:
-        """Skip a tensor if all keys in *missing* are allowed to be missing, or raise."""
+        """Skip a tensor if all keys in *missing* may be missing, or else raise an error."""
         entries = iterate_spread_positions(
             self._target.leaves[tensor.name], self._source.sizes.axes
         )
