@@ -118,7 +118,9 @@ class _AxisSolver:
         return product, unknown
 
     def solve_product(self, axes: Axes, value: int, key: str = "") -> bool | None:
-        """Solve ``product(axes) == value`` for its unknown axis. *key* is used in messages.
+        """Solve for the unknown axis, given that the sizes of *axes* multiply to *value*.
+
+        *key* is the tensor from which the equation follows, for messages.
 
         Returns:
             True if the equation is solved or holds, False if it is impossible, None if several axes

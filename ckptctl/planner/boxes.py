@@ -159,7 +159,7 @@ def _are_all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
 def _group_by_dimension(
     offsets: Iterable[Vector], sizes: Iterable[Vector]
 ) -> list[tuple[Vector, Vector]]:
-    """Convert the *offsets* and *sizes* of each box to those of all boxes in each dimension."""
+    """Transpose *offsets* and *sizes* of boxes to one pair of vectors for each dimension."""
     return list(zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True))
 
 
@@ -254,7 +254,7 @@ def _split_into_slabs(
     """Split *region* along *dim* at positions that no box crosses.
 
     Yields:
-        The span of each slab, and its boxes, empty for a gap.
+        The span of each slab, and the boxes in the slab. A slab without boxes is a gap.
     """
     position, end = region
     slab_boxes: list[Spans] = []

@@ -336,7 +336,7 @@ def find_recorded_range(extent: Extent, name: str) -> RecordedRange | None:
 
 
 class _TensorSide(NamedTuple):
-    """Indices of the dimension and the step in an :class:`Axis` tuple, for one of its tensors."""
+    """Indices of the dimension and the step in an :class:`Axis`, for either of two tensors."""
 
     dim: int
     step: int
@@ -363,7 +363,7 @@ def _compute_extents(part: Part, side: _TensorSide) -> Ints:
 def _intersect_part_with_box(
     part: Part, axes: _AxisByDim, lo: Ints, sizes: Ints, side: _TensorSide
 ) -> Sequence[Part]:
-    """Return the elements of *part* in a box of its tensor or of its stored tensor.
+    """Return the elements of *part* that are in a box of the tensor or of the stored tensor.
 
     *side* selects the tensor. The result has several parts only if *axes* is None, and is empty if
     the box contains no element of *part*.

@@ -173,7 +173,7 @@ class TemplateTable(Generic[T]):
 
 
 class KeyKind:
-    """Keys that differ only in their numbers.
+    """Group of keys that differ only in numbers, such as layer numbers.
 
     Attributes:
         words: Dot-separated components that all keys share, which are not numbers.

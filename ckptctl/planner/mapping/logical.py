@@ -63,7 +63,7 @@ class TableCell:
         return stored
 
     def to_stored(self, logical: StridedTensor, position: SpreadPosition) -> StridedTensor:
-        """Convert the logical tensor to the stored tensor at *position*, or to its part of it."""
+        """Convert the logical tensor to the stored tensor at *position*, or to one part of that."""
         leaf = self.leaf
         for index in position:
             logical = logical.select(0, index)
@@ -160,7 +160,7 @@ def rearrange_tensor(
     entries: Mapping[SpreadPosition, Ints],
     positions: Sequence[SpreadPosition],
 ) -> list[StridedTensor]:
-    """Convert a logical tensor to stored tensors of the target, or to its parts of these.
+    """Convert a logical tensor to stored tensors of the target, which it may fill only in part.
 
     Args:
         source: Cell of the logical tensor in the source layout.
