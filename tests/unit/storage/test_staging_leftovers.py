@@ -216,7 +216,7 @@ def test_sweep_does_not_lock_newly_begun_save(
     assert not race_with_sweep(tmp_path / "out", monkeypatch, wait_in(os, "ftruncate"))
 
 
-@pytest.mark.parametrize("call", ["trash.remove_path", "os.ftruncate"])
+@pytest.mark.parametrize("call", ["trash.delete_permanently", "os.ftruncate"])
 def test_save_waits_for_running_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
