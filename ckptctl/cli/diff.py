@@ -126,7 +126,9 @@ def _make_row(
     differing = ", ".join(kinds[kind] for kind in tensor.kinds)
     if tensor.values is None:
         elements = (
-            f"0 of {math.prod(tensor.shape_a):,}" if _has_equal_numbers(tensor, difference) else ""
+            f"0 of {math.prod(tensor.shape_a):,}"
+            if _differs_only_in_dtype(tensor, difference)
+            else ""
         )
         return tensor.name, differing, elements, "", "", "", ""
     errors = tensor.values
@@ -137,7 +139,7 @@ def _make_row(
     return tensor.name, differing, *counts, *largest, worst
 
 
-def _has_equal_numbers(tensor: TensorDifference, difference: Difference) -> bool:
+def _differs_only_in_dtype(tensor: TensorDifference, difference: Difference) -> bool:
     """Return whether only the dtype differs and the compared numbers are equal."""
     compared = not difference.structure and not difference.within
     return tensor.kinds == ("dtype",) and compared and not tensor.has_several_dtypes
@@ -150,7 +152,7 @@ def show_difference(output: Printer, difference: Difference) -> None:
         output.print_sentence(f"  {line}", "dim")
     if difference.a.only_leaves or difference.b.only_leaves:
         output.print_hint("pass `--only model` to compare only the models")
-    if any(_has_equal_numbers(item, difference) for item in difference.tensors):
+    if any(_differs_only_in_dtype(item, difference) for item in difference.tensors):
         output.print_hint(
             "pass `--ignore-dtype` to treat equal numbers of different dtypes as equal"
         )
@@ -218,7 +220,7 @@ def _list_explanations(difference: Difference) -> Iterator[str]:
     if difference.by_checksum:
         tensors = pluralize(difference.by_checksum, "tensor")
         yield f"recorded checksums match, data not read: {tensors}"
-    equal = sum(_has_equal_numbers(tensor, difference) for tensor in difference.tensors)
+    equal = sum(_differs_only_in_dtype(tensor, difference) for tensor in difference.tensors)
     if equal:
         yield f"equal numbers, different dtype: {pluralize(equal, 'tensor')}"
     if difference.within:

@@ -260,7 +260,7 @@ def _format_tensor(
 ) -> str:
     members = {
         "dtype": _encode_string(tensor.dtype),
-        "shape": _format_numbers(tensor.shape, 4),
+        "shape": _format_json_numbers(tensor.shape, 4),
         **({"alias_of": _encode_string(tensor.alias_of)} if tensor.alias_of else {}),
     }
     chunks = []
@@ -270,8 +270,8 @@ def _format_tensor(
         # The checksum of a record with several boxes does not apply to any of them.
         is_single_box = record.nbytes == box.numel * itemsize
         chunk = {
-            "offsets": _format_numbers(box.offsets, 6),
-            "sizes": _format_numbers(box.sizes, 6),
+            "offsets": _format_json_numbers(box.offsets, 6),
+            "sizes": _format_json_numbers(box.sizes, 6),
             "file": _encode_string(record.file),
             "offset": str(record.offset + place.start * itemsize),
             **({"crc32": f'"{crc_of(place.record):08x}"'} if is_single_box else {}),
@@ -285,7 +285,7 @@ _encode_string = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @lru_cache(maxsize=4096)
-def _format_numbers(values: tuple[int, ...], depth: int) -> str:
+def _format_json_numbers(values: tuple[int, ...], depth: int) -> str:
     return _format_indented([str(value) for value in values], depth)
 
 

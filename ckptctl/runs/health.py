@@ -124,7 +124,7 @@ def read_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str,
     }
 
 
-def read_other_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
+def read_nonnumeric_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
     """Read the recorded metrics that are not numbers, as shortened text.
 
     For *record*, see :func:`read_metrics`.

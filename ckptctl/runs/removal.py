@@ -41,7 +41,7 @@ from ckptctl.runs.health import (
     RECENT_CHANGE_SECONDS,
     Checkpoint,
     check_health,
-    read_other_metrics,
+    read_nonnumeric_metrics,
 )
 from ckptctl.runs.listing import RunFolder, read_run
 from ckptctl.runs.protections import (
@@ -455,7 +455,7 @@ def _build_prune_decision(
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
     nonnumeric_metrics = (
-        read_other_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+        read_nonnumeric_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
     )
     for best in policy.best:
         if (

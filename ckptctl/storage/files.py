@@ -51,7 +51,7 @@ def source_files(root: TreePath) -> SourceFiles:
 
 
 class SourceFiles(ABC):
-    """Reader of the files below one local or remote directory, which threads share.
+    """Thread-safe reader of the files below one local or remote directory.
 
     Attributes:
         root: Root directory.

@@ -406,7 +406,7 @@ class RunCheckpoints:
             self.remove_replaced()
 
     def remove_replaced(self) -> None:
-        """Remove checkpoints that the policy does not keep after the final model is published."""
+        """Remove the checkpoints that the policy drops once the final model is published."""
         self.wait()
         self._remove_unkept(replaced=True)
 

@@ -96,7 +96,7 @@ def find_model_files(root: TreePath, folder: str, faults: FaultCollector) -> tup
     if not matches or len(matches) < len(names):
         return tuple(f"{folder}/{name}" if folder else name for name in names)
     ranks = {int(match[1]): match[0] for match in matches}
-    return _check_rank_files(root, folder, ranks, "model", None, faults)
+    return _list_complete_rank_files(root, folder, ranks, "model", None, faults)
 
 
 def find_rank_files(root: TreePath, folder: str, faults: FaultCollector) -> SaveFiles:
@@ -128,7 +128,9 @@ def find_rank_files(root: TreePath, folder: str, faults: FaultCollector) -> Save
         )
     prefix = f"{folder}/" if folder else ""
     models, optims = (
-        _check_rank_files(root, folder, ranks[kind], kind, None, faults) if ranks[kind] else ()
+        _list_complete_rank_files(root, folder, ranks[kind], kind, None, faults)
+        if ranks[kind]
+        else ()
         for kind in ("model", "optim")
     )
     return SaveFiles(models or (prefix + MODEL_FILE,), optims, partitioned)
@@ -164,7 +166,7 @@ def _refuse_unsupported(where: TreePath, names: Collection[str]) -> None:
         )
 
 
-def _check_rank_files(
+def _list_complete_rank_files(
     root: TreePath,
     folder: str,
     files_by_rank: Mapping[int, str],
@@ -223,7 +225,7 @@ def require_files_of_all_ranks(
     """
     folder = names[0].rpartition("/")[0]
     files_by_rank = {rank: Path(name).name for rank, name in enumerate(names)}
-    return _check_rank_files(root, folder, files_by_rank, kind, world, faults)
+    return _list_complete_rank_files(root, folder, files_by_rank, kind, world, faults)
 
 
 def _format_rank_name(files_by_rank: Mapping[int, str], rank: int) -> str:

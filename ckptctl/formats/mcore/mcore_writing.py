@@ -141,7 +141,7 @@ def lay_out_checkpoint(request: OutputRequest) -> OutputLayout:
     if aliases := [tensor.name for tensor in request.tensors if tensor.alias_of]:
         message = f"each is written in full: {quote_names(aliases)}"
         request.notes.add(f"mcore does not support tied tensors; {message}")
-    description = build_description_files(request, training_state.common)
+    description = build_metadata_files(request, training_state.common)
     common = lay_out_common_file(description.common, training_state.tensors)
     contents, files = description.contents, list(writer.files)
     if training_state.tensors:
@@ -177,16 +177,16 @@ def _lay_out_common_tensors(
     return OutputFile(COMMON, common.size, ZipFrame([(common, first, len(tensors))]))
 
 
-class DescriptionFiles(NamedTuple):
+class MetadataFiles(NamedTuple):
     """Content of ``common.pt``, and of the files that describe the model without tensors."""
 
     common: Mapping[str, object]
     contents: Mapping[str, bytes]
 
 
-def build_description_files(
+def build_metadata_files(
     request: OutputRequest, training_state: Mapping[str, object]
-) -> DescriptionFiles:
+) -> MetadataFiles:
     """Build the files that describe a model and its *training_state* without tensors."""
     if request.adapter is not None:
         return _build_adapter_files(request, request.adapter)
@@ -212,12 +212,10 @@ def build_description_files(
     contents = {METADATA_JSON: METADATA_JSON_CONTENT}
     if yaml is not None:
         contents[RUN_CONFIG] = dump_yaml(yaml)
-    return DescriptionFiles(common, contents)
+    return MetadataFiles(common, contents)
 
 
-def _build_adapter_files(
-    request: OutputRequest, settings: Mapping[str, object]
-) -> DescriptionFiles:
+def _build_adapter_files(request: OutputRequest, settings: Mapping[str, object]) -> MetadataFiles:
     """Build the files that describe an adapter and, if it is known, its base model."""
     noun = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _make_or_copy_config(
@@ -236,7 +234,7 @@ def _build_adapter_files(
             f"factors; load them on one rank: {quote_names(exchanged)}"
         )
     common = build_common_content(None, stacked=request.stack_layers)
-    return DescriptionFiles(
+    return MetadataFiles(
         common, {METADATA_JSON: METADATA_JSON_CONTENT, RUN_CONFIG: dump_yaml(yaml)}
     )
 

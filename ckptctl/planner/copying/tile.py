@@ -216,7 +216,7 @@ class Tile(NamedTuple):
         return [write._replace(nbytes=write.nbytes * self.steps) for write in self.writes]
 
     def list_checked_reads(self) -> Sequence[Read]:
-        """Return each read for a checksum, extended to the consecutive bytes of all steps."""
+        """Return the reads whose bytes are checksummed, each extended to cover all steps."""
         reads = [read for read in self.reads if read.check is not None]
         if self.steps == 1:
             return reads

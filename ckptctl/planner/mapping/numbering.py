@@ -99,7 +99,7 @@ def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> La
             numbers_by_index[match[0].index].add(match[1][match[0].index])
     return LayerNumbering(
         {index: tuple(sorted(numbers)) for index, numbers in numbers_by_index.items()},
-        _map_inserted_indices(shifts),
+        _map_inserted_to_outer_indices(shifts),
     )
 
 
@@ -157,7 +157,7 @@ def compute_numbering(
             numbers_by_index[shift.index] = tuple(
                 number - n for number, n in zip(sorted(stated_numbers), before, strict=True)
             )
-    return LayerNumbering(numbers_by_index, _map_inserted_indices(shifts))
+    return LayerNumbering(numbers_by_index, _map_inserted_to_outer_indices(shifts))
 
 
 def require_numbering(
@@ -186,5 +186,5 @@ def require_numbering(
             )
 
 
-def _map_inserted_indices(shifts: Iterable[Shift]) -> dict[str, str]:
+def _map_inserted_to_outer_indices(shifts: Iterable[Shift]) -> dict[str, str]:
     return {shift.index: shift.into for shift in shifts if not shift.nested}

@@ -193,7 +193,7 @@ def is_same_value(a: object, b: object) -> bool:
         return struct.pack("<d", a) == struct.pack("<d", b)
     if isinstance(a, dict) and isinstance(b, dict):
         return (
-            _get_origin(a) == _get_origin(b)
+            _get_dict_class(a) == _get_dict_class(b)
             and a.keys() == b.keys()
             and all(is_same_value(value, b[key]) for key, value in a.items())
         )
@@ -204,7 +204,7 @@ def is_same_value(a: object, b: object) -> bool:
     return a == b
 
 
-def _get_origin(value: object) -> object:
+def _get_dict_class(value: object) -> object:
     return value.origin if isinstance(value, DictRecord) else None
 
 

@@ -321,7 +321,7 @@ def _check_model(
 
 
 def _is_index_sound(state: _VerificationState, catalog: Catalog) -> bool:
-    """Return whether all findings so far are about unreadable tensors."""
+    """Return whether no finding shows or suggests damage, apart from unreadable tensors."""
     relevant = (
         finding for finding in state.findings if not is_about_unreadable_tensor(finding, catalog)
     )
