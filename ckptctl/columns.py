@@ -92,7 +92,7 @@ class ExtentColumns(Sequence[Extent]):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> ExtentColumns:
-        """Build columns from *rows*, each of which describes one extent."""
+        """Build columns from *rows* with one extent each."""
         offsets, sizes, files, starts, lengths = tuple(zip(*rows, strict=True)) or ((),) * 5
         return cls(BoxColumns(offsets, sizes), files, starts, lengths)
 

@@ -125,7 +125,7 @@ class Document:
 
     @cached_property
     def forms(self) -> tuple[DocumentForm, ...]:
-        """Variants of the document, of which most documents have only one."""
+        """Variants of the document. Most documents have only one."""
         return tuple(map(DocumentForm.from_text, self.prints.split(", ")))
 
     @property

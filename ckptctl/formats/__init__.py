@@ -104,7 +104,7 @@ def load_all_formats() -> dict[str, Format]:
 
 
 def list_format_names() -> tuple[str, ...]:
-    """Return the names of the built-in formats, all of which ckptctl can read."""
+    """Return the names of the built-in formats. ckptctl can read all of them."""
     return tuple(load_builtin_formats())
 
 
@@ -213,7 +213,7 @@ def detect_format(path: str | TreePath) -> Format:
 
 
 def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
-    """Return the only format in *sniffed*, or raise an error that explains what *path* contains.
+    """Return the only format in *sniffed*, or raise an error that describes the content of *path*.
 
     Args:
         path: Path of the checkpoint.

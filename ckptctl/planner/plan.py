@@ -160,7 +160,7 @@ class RecordedRange(NamedTuple):
 
 
 class CheckedRange(NamedTuple):
-    """A recorded range of which bytes must be read only to verify the checksum.
+    """A recorded range with bytes that must be read only to verify its checksum.
 
     Attributes:
         root: The directory that the range's file is relative to.

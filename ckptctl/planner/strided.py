@@ -308,7 +308,7 @@ def concat(tensors: Sequence[StridedTensor], dim: int) -> StridedTensor:
 
 
 def merge_parts(tensors: Sequence[StridedTensor]) -> StridedTensor:
-    """Merge tensors of equal shape and dtype, each of which defines different elements."""
+    """Merge tensors of equal shape and dtype that define different elements."""
     first = tensors[0]
     for tensor in tensors:
         same = (tensor.stored_dtype, tensor.dtype, tensor.shape)

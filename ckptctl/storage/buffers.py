@@ -19,7 +19,7 @@ RunViews = tuple[int, list[memoryview]]
 
 
 class TileBuffers:
-    """Named buffers, each of which grows to the largest size requested so far.
+    """Named buffers that grow to the largest size requested so far.
 
     Attributes:
         step: Bytes of a contiguous range to read at a time, or None for the tile size of the run.

@@ -129,7 +129,7 @@ def is_digest_of(digest: str, content: bytes) -> bool:
 def iterate_windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a file range in windows, each of which is valid until the next one.
+    """Yield the bytes of a file range in windows. A window is valid until the next one.
 
     *advance* is called with the number of bytes of each window.
     """

@@ -149,7 +149,7 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def extract_secrets(url: str) -> tuple[str, str]:
-    """Return credentials and query of *url*, each of which is empty if the URL has none."""
+    """Return credentials and query of *url*, as empty strings if the URL has none."""
     _, user, _, query = _split_url(url)
     return user, query
 

@@ -15,21 +15,17 @@ other round.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.benchmarks.bare_loop import CRCS
 from tests.benchmarks.directions import BY_NAME, Direction
-from tests.benchmarks.measure import ProcessFailed, Sample, imports_of, in_turn, run
-from tests.benchmarks.options import MEMORY, machine, names_of, parser_of
-from tests.benchmarks.pages import pool
+from tests.benchmarks.measure import Sample, imports_of, in_turn, run
+from tests.benchmarks.options import machine, names_of, parser_of, run_bench
 from tests.benchmarks.report import ratio, spread, table
 from tests.benchmarks.warm import Warm
 from tests.benchmarks.workspace import Workspace, discard, nbytes
@@ -113,7 +109,7 @@ class Bench:
         self.space = Workspace(scratch, (str(given.size),))
         self.rows: list[Row] = []
 
-    def all(self) -> None:
+    def measure_all(self) -> None:
         """Measure everything, by source, so that each is made once."""
         print(table(HEAD, []), flush=True)
         chosen = [BY_NAME[name] for name in self.given.only]
@@ -157,20 +153,8 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if a process failed."""
-    given = _parser().parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
-        bench = Bench(given, Path(scratch))
-        with pool(Path(scratch), 4 * given.size) if given.where == MEMORY else nullcontext():
-            print(machine(given.where) + "\n", flush=True)
-            try:
-                bench.all()
-            except ProcessFailed as failure:
-                print(failure, file=sys.stderr)
-                return 1
-            finally:
-                if given.json:
-                    given.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
-    return 0
+    options = _parser().parse_args(argv)
+    return run_bench(options, Bench, machine(options.where), pages=4 * options.size)
 
 
 def _threads(text: str) -> list[int | None]:

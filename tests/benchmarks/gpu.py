@@ -15,7 +15,6 @@ many times faster a way is than what stands beside it. Where there is no GPU not
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -35,8 +34,8 @@ import torch
 import ckptctl
 from tests.benchmarks import bare_gpu
 from tests.benchmarks.build import spec_for
-from tests.benchmarks.measure import ProcessFailed, in_turn
-from tests.benchmarks.options import machine, names_of, numbers, parser_of
+from tests.benchmarks.measure import in_turn
+from tests.benchmarks.options import machine, names_of, numbers, parser_of, run_bench
 from tests.benchmarks.report import spread, table
 from tests.benchmarks.workspace import Workspace, discard, nbytes
 
@@ -90,7 +89,7 @@ class Bench:
         self.shapes = spec_for(str(given.size)).shapes()
         self.rows: list[Row] = []
 
-    def all(self) -> None:
+    def measure_all(self) -> None:
         """Measure what was asked for."""
         print(table(HEAD, []), flush=True)
         for part in self.given.only:
@@ -223,24 +222,14 @@ def stock(module: str, function: str, state: dict[str, Any], path: Path) -> None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if something failed."""
-    given = _parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     warnings.simplefilter("ignore")
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here: nothing is measured")
         return 0
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "no GPU"
-    print(f"{machine(given.where)}; {name}; torch {torch.__version__}\n", flush=True)
-    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
-        bench = Bench(given, Path(scratch))
-        try:
-            bench.all()
-        except ProcessFailed as failure:
-            print(failure, file=sys.stderr)
-            return 1
-        finally:
-            if given.json:
-                given.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
-    return 0
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU"
+    header = f"{machine(options.where)}; {name}; torch {torch.__version__}"
+    return run_bench(options, Bench, header)
 
 
 def _parser() -> argparse.ArgumentParser:

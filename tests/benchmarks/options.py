@@ -3,16 +3,65 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Protocol
 
 from ckptctl.units import parse_bytes
+from tests.benchmarks.measure import ProcessFailed
+from tests.benchmarks.pages import pool
 
 MEMORY = Path("/dev/shm")
+
+
+class Bench(Protocol):
+    """A benchmark whose results are rows of one table."""
+
+    rows: list[Any]
+
+    def measure_all(self) -> None:
+        """Measure every row and print it when it is complete."""
+
+
+def run_bench(
+    options: argparse.Namespace,
+    make_bench: Callable[[argparse.Namespace, Path], Bench],
+    header: str,
+    pages: int = 0,
+) -> int:
+    """Measure in a scratch folder, and write the rows to the file of ``--json``.
+
+    Args:
+        options: Options that :func:`parser_of` parsed.
+        make_bench: Builds the benchmark from the options and the scratch folder.
+        header: Line on the machine, printed first.
+        pages: Bytes of memory to prepare if the scratch folder is in memory.
+
+    Returns:
+        The exit code, which is 1 if a process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=options.where) as folder:
+        scratch = Path(folder)
+        bench = make_bench(options, scratch)
+        with pool(scratch, pages) if pages and options.where == MEMORY else nullcontext():
+            print(f"{header}\n", flush=True)
+            try:
+                bench.measure_all()
+            except ProcessFailed as failure:
+                print(failure, file=sys.stderr)
+                return 1
+            finally:
+                if options.json:
+                    options.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
+    return 0
 
 
 def parser_of(

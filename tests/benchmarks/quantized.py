@@ -16,18 +16,14 @@ other round. CPU is user and system time.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.measure import TOOL, ProcessFailed, Sample, imports_of, in_turn, run
-from tests.benchmarks.options import MEMORY, machine, names_of, parser_of
-from tests.benchmarks.pages import pool
+from tests.benchmarks.measure import TOOL, Sample, imports_of, in_turn, run
+from tests.benchmarks.options import machine, names_of, parser_of, run_bench
 from tests.benchmarks.report import spread, table
 from tests.benchmarks.warm import Warm
 from tests.benchmarks.workspace import Workspace, discard, nbytes
@@ -69,14 +65,14 @@ class Row:
         read: Bytes of the source.
         written: Bytes of the output.
         samples: One per round, by contestant: ``ckptctl``, ``imports``, ``cp``, ``reference``.
-        library: Of the reference, or why there is none.
+        package: Package of the reference, or the reason that there is none.
     """
 
     work: str
     read: int
     written: int = 0
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    library: str = "–"
+    package: str = "–"
 
     def add(self, contestant: str, sample: Sample) -> None:
         """Append the sample of one round."""
@@ -100,7 +96,7 @@ class Row:
             f"{statistics.median(self.cpus('imports')):.2f}",
             spread(self.walls("ckptctl")),
             *(spread(copies), paired(ours, copies)),
-            *(self.library, spread(self.cpus("reference")), spread(self.walls("reference"))),
+            *(self.package, spread(self.cpus("reference")), spread(self.walls("reference"))),
             paired(ours, self.cpus("reference")),
             f"≤ {limit} × reference" if limit else f"≤ {COPY_LIMIT} × cp",
             *(f"{beyond / 1e6:.0f}", len(ours)),
@@ -164,9 +160,9 @@ class Bench:
         with Warm() as process:
             result = process.call(REFERENCES, [row.work.replace("-", " ", 1), str(source)])
         if "missing" in result:
-            row.library = result["missing"]
+            row.package = result["missing"]
         else:
-            row.library = result["library"]
+            row.package = result["package"]
             row.add("reference", Sample(result["wall"], result["cpu"], 0))
 
     def _source_kind(self, work: str) -> str:
@@ -192,19 +188,7 @@ class Bench:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if a process failed."""
     options = _parser().parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=options.where) as scratch:
-        bench = Bench(options, Path(scratch))
-        with pool(Path(scratch), 6 * options.size) if options.where == MEMORY else nullcontext():
-            print(machine(options.where) + "\n", flush=True)
-            try:
-                bench.measure_all()
-            except ProcessFailed as failure:
-                print(failure, file=sys.stderr)
-                return 1
-            finally:
-                if options.json:
-                    options.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
-    return 0
+    return run_bench(options, Bench, machine(options.where), pages=6 * options.size)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -40,7 +40,7 @@ def measure(work: str, source: str) -> dict[str, object]:
         source: A folder of safetensors, or a GGUF file.
 
     Returns:
-        ``cpu`` and ``wall`` in seconds and the ``library``, or only ``missing``, the reason that
+        ``cpu`` and ``wall`` in seconds and the ``package``, or only ``missing``, the reason that
         a library cannot be used.
     """
     import _pytest.outcomes
@@ -60,7 +60,7 @@ def measure(work: str, source: str) -> dict[str, object]:
             wall += time.perf_counter() - start
             cpu += time.process_time() - before
             gc.collect(0)
-    return {"cpu": cpu, "wall": wall, "library": library}
+    return {"cpu": cpu, "wall": wall, "package": library}
 
 
 def _prepare(work: str, source: Path) -> tuple[str, Arithmetic, Iterator[Weight]]:

@@ -167,7 +167,7 @@ def missing_files_error(
 
 @dataclass(slots=True)
 class FaultCollector:
-    """Collector of problems, each of which raises an error, or becomes a finding in a partial read.
+    """Collector of problems, which raise an error, or become findings in a partial read.
 
     Attributes:
         root: Folder of the checkpoint.

@@ -22,7 +22,7 @@ UNQUANTIZED_TYPES: Mapping[int, str] = {
 
 
 class BlockType(NamedTuple):
-    """Tensor type that stores quantized elements in blocks; plan digests include its ``repr``.
+    """Tensor type that stores quantized elements in blocks. Plan digests include its ``repr``.
 
     Attributes:
         name: Name of the type in llama.cpp.

@@ -301,7 +301,7 @@ def _exclude_inherited(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _exclude_unproven(
     candidates: list[Candidate], families: Mapping[str, Family]
 ) -> list[Candidate]:
-    """Exclude families of which the checkpoint has no distinguishing tensor, unless all lack it."""
+    """Exclude families without a distinguishing tensor in the checkpoint, unless none has one."""
 
     def is_proven(candidate: Candidate) -> bool:
         family = families[candidate.family]

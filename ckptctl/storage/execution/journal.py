@@ -147,7 +147,7 @@ class Ledger:
             return [path for path, remaining in self._remaining_bytes.items() if remaining]
 
     def list_partial_files(self) -> list[str]:
-        """List the output files of which this process has written some but not all bytes."""
+        """List the output files that this process has written partly."""
         with self._lock:
             return [
                 path
