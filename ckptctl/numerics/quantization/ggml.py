@@ -28,7 +28,7 @@ class BlockType(NamedTuple):
         name: Name of the type in llama.cpp.
         elements: Number of elements in a block.
         nbytes: Size of a block in bytes.
-        understood: Whether the package ``gguf`` can dequantize it.
+        understood: Whether it can be dequantized.
     """
 
     name: str
@@ -65,3 +65,8 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18, understood=False),
 }
+
+INTEGER_TYPES = frozenset(
+    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+)
+"""Names of the types that store integers and scales, instead of indices of a table."""

@@ -3,14 +3,14 @@
 The GGUF reader names a quantized tensor by its name in the file, a dot and the type; its elements
 are the bytes of the blocks.
 
-Source: ``gguf/quants.py`` (0.19), which also dequantizes them.
+Source: ``gguf/quants.py`` (0.19).
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, BlockType
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, INTEGER_TYPES, BlockType
 from ckptctl.numerics.quantization.scheme import NamingPattern, QuantizedWeight, Scheme, TensorGroup
 from ckptctl.units import pluralize
 
@@ -26,7 +26,7 @@ def _build_weight(block_type: BlockType, group: TensorGroup) -> QuantizedWeight:
         )
     return group.build_weight(
         f"GGUF {block_type.name}",
-        "gguf",
+        "gguf" if block_type.name in INTEGER_TYPES else "gguf_table",
         (*rows, width // block_type.nbytes * block_type.elements),
         arguments=block_type,
     )

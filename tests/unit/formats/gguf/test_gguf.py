@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UnsupportedError
 from ckptctl.formats.gguf.gguf_reader import read_header
+from ckptctl.numerics.kinds.gguf import LAYOUTS
+from ckptctl.numerics.quantization.ggml import BLOCK_TYPES, INTEGER_TYPES
 from ckptctl.storage.files import source_files
 from tests import effort
 from tests.checkpoints.gguf import Raw, gguf_bytes, value, write_gguf
+from tests.checkpoints.readers import raw_bytes
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),
@@ -49,6 +54,44 @@ def test_dequantizing_rare_gguf_type_is_an_error(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Raw(15, (256, 1), bytes(292))})
     with pytest.raises(CkptError, match="cannot dequantize rare GGUF types"):
         ckptctl.convert(file, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+DIGESTS = {
+    "Q4_0": ((0,), "6c9ac7b51895c6a7"),
+    "Q4_1": ((0, 2), "7a28a30a794d4b7e"),
+    "Q5_0": ((0,), "ef8b268cc5a82a3e"),
+    "Q5_1": ((0, 2), "65d590f384f6a22e"),
+    "Q8_0": ((0,), "fa085e24ec1aed2b"),
+    "Q2_K": ((80, 82), "737ec215c65fb256"),
+    "Q3_K": ((108,), "0ffb2b560325b53f"),
+    "Q4_K": ((0, 2), "7385b72be9b43a8a"),
+    "Q5_K": ((0, 2), "914d1df2f329139d"),
+    "Q6_K": ((208,), "340be2894a64666a"),
+}
+"""Offsets of the float16 factors of a block, and SHA-256 of what ``gguf.dequantize`` computes.
+
+Its input is 6 blocks of ``random.Random(name).randbytes``, with the highest exponent bit of each
+factor cleared.
+"""
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_gguf_integers_dequantize_as_in_the_reference(tmp_path: Path, name: str) -> None:
+    number, block = next((n, block) for n, block in BLOCK_TYPES.items() if block.name == name)
+    offsets, digest = DIGESTS[name]
+    raw = bytearray(random.Random(name).randbytes(6 * block.nbytes))
+    for start in range(0, len(raw), block.nbytes):
+        for offset in offsets:
+            raw[start + offset + 1] &= 0xBF
+    tensor = Raw(number, (2 * block.elements, 3), bytes(raw))
+    file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": tensor})
+    ckptctl.convert(file, tmp_path / "out.pt", to="torch", dequantize="float32")
+    values = torch.load(tmp_path / "out.pt", weights_only=True)["a.weight"]
+    assert hashlib.sha256(raw_bytes(values)).hexdigest().startswith(digest)
+
+
+def test_gguf_integer_types_all_have_a_layout() -> None:
+    assert LAYOUTS.keys() == DIGESTS.keys() == INTEGER_TYPES
 
 
 LLAMA: dict[str, Any] = {
