@@ -257,6 +257,14 @@ def check_thread_count(value: int) -> int:
     return value
 
 
+def check_device(value: str) -> str:
+    """Return the name of a device, or raise unless it is ``cpu``, ``cuda`` or ``cuda:N``."""
+    kind, colon, number = value.partition(":")
+    if value not in ("cpu", "cuda") and (kind, colon, number.isdecimal()) != ("cuda", ":", True):
+        raise UsageError(f"unknown device: `{value}`", hint="use cpu, cuda or cuda:N")
+    return value
+
+
 def check_axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
     """Return the axis sizes as a dictionary, or raise if a size is not positive."""
     if not isinstance(value, Mapping):

@@ -10,6 +10,7 @@ from ckptctl.option_checks import (
     AnyPath,
     check_axis_sizes,
     check_dequantized_dtype,
+    check_device,
     check_floating_dtype,
     check_globs,
     check_location,
@@ -278,6 +279,15 @@ Assets = Annotated[
 TrustAssets = Annotated[bool, trust_assets_option()]
 AllowOverflow = Annotated[
     bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
+]
+Device = Annotated[
+    str | None,
+    Option(
+        "Device for arithmetic: cpu, cuda (all GPUs) or cuda:N.  [default: cpu]",
+        metavar="DEVICE",
+        check=check_device,
+        panel="Performance",
+    ),
 ]
 Jobs = Annotated[
     int | None,

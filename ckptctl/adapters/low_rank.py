@@ -54,19 +54,24 @@ class WeightChange:
     base_norm: float
 
 
-def subtract_weights(base: torch.Tensor, tuned: torch.Tensor) -> WeightChange:
-    """Return ``tuned - base`` for two floating-point weights ``[rows, columns]``."""
+def subtract_weights(
+    base: torch.Tensor, tuned: torch.Tensor, device: torch.device | None = None
+) -> WeightChange:
+    """Return ``tuned - base`` for two floating-point weights ``[rows, columns]``.
+
+    The difference is on *device*, or on the device of the weights if it is None.
+    """
     import torch
 
     wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
-    wide_base = base.to(wide)
-    return WeightChange(tuned.to(wide) - wide_base, torch.linalg.norm(wide_base).item())
+    wide_base = base.to(device).to(wide)
+    return WeightChange(tuned.to(device).to(wide) - wide_base, torch.linalg.norm(wide_base).item())
 
 
 def compute_factors(
     name: str, change: WeightChange, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
-    """Factor a nonzero change, overwriting *change* to save memory.
+    """Factor a nonzero change on its device, overwriting *change* to save memory.
 
     Args:
         name: Tensor name for errors.
@@ -105,9 +110,8 @@ def compute_factors(
     residual_norm = torch.linalg.norm(
         delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)
     ).item()
-    return Factors(
-        a, b, residual_norm / change_norm, change_norm / base_norm if base_norm else float("inf")
-    )
+    relative_change = change_norm / base_norm if base_norm else float("inf")
+    return Factors(a.cpu(), b.cpu(), residual_norm / change_norm, relative_change)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from ckptctl.options import name_option_in_errors, require_choice
 from ckptctl.planner.layouts import is_base_layout
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.storage.compute_device import list_compute_devices
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.execution_options import MIN_THREAD_BYTES
 from ckptctl.storage.paths import parse_path
@@ -51,6 +52,7 @@ def require_valid_options(options: ConversionOptions, target: WritableFormat) ->
             f"{format_option('--dtype')} conflicts with {format_option('--dequantize')} (they name "
             "different dtypes)"
         )
+    list_compute_devices(options.device)
     if options.quantize is None and (options.quantize_also or options.quantize_not):
         raise UsageError(
             f"{format_option('--quantize-also')} and {format_option('--quantize-not')} require "

@@ -211,6 +211,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
         ),
     ] = True
     jobs: opt.Jobs = None
+    device: opt.Device = None
     memory: Annotated[
         int | str | None,
         Option(
@@ -246,6 +247,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
             memory=parse_bytes(self.memory) if self.memory else default.memory,
             checksum=self.checksum,
             resume=self.resume,
+            device=self.device,
         )
 
 

@@ -22,6 +22,7 @@ from ckptctl.planner.mapping.mapped import RedundantData
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, round_seconds
+from ckptctl.storage.compute_device import CPU, PINNED_BYTES_PER_THREAD
 from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.outcome import NO_ROUNDING, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.tree import TreePath
@@ -290,6 +291,8 @@ class ConversionPlan(
             # A tile of the target, and the elements that are read for it.
             each = 2 * limits.permuted_tile_bytes
         buffers = self.threads * (each + (QUANTIZING_BYTES if self.quantization else 0))
+        if self.arithmetic and options.device not in (None, CPU):
+            buffers += self.threads * PINNED_BYTES_PER_THREAD
         transfers = BYTES_PER_TRANSFER * len(self.plan.transfers)
         index = max(BYTES_PER_TENSOR * len(self.source.tensors), transfers)
         return START_UP_BYTES + index + buffers + (TORCH_BYTES if self.arithmetic else 0)

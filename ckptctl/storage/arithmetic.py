@@ -1,8 +1,9 @@
 """Permutation, casts and decoding of tensor elements in raw bytes, with torch.
 
 Elements that are only moved are treated as opaque integers of the same size, so every dtype keeps
-its bits. Outside of ``distributed/``, only this module, ``storage.compare`` and the modules in
-``ckptctl.numerics`` import torch, when one of their functions is first called.
+its bits. Outside of ``distributed/``, only this module, ``storage.compare``,
+``storage.compute_device`` and the modules in ``ckptctl.numerics`` import torch, when one of their
+functions is first called.
 """
 
 from __future__ import annotations
@@ -152,13 +153,25 @@ def _copy_matrix(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def cast_elements(
-    source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
+    source: memoryview,
+    source_dtype: str,
+    target: memoryview,
+    target_dtype: str,
+    device: torch.device | None = None,
 ) -> OutOfRange:
-    """Cast elements like ``tensor.to(dtype)`` and count those out of range of *target_dtype*."""
+    """Cast elements like ``tensor.to(dtype)`` and count those out of range of *target_dtype*.
+
+    The elements are cast on *device*, or on the CPU if it is None.
+    """
     import torch
 
     values = torch.frombuffer(source, dtype=_torch_dtype(source_dtype))
-    result = torch.frombuffer(target, dtype=_torch_dtype(target_dtype)).copy_(values)
+    result = torch.frombuffer(target, dtype=_torch_dtype(target_dtype))
+    if device is not None:
+        values = values.to(device)
+        result.copy_(values.to(result.dtype))
+    else:
+        result.copy_(values)
     return (
         NO_LOSS
         if _can_hold(target_dtype, source_dtype)
@@ -179,7 +192,7 @@ def count_out_of_range(
     if _are_finite(computed):
         return NO_LOSS
     source, values, counts = read_source(), computed.reshape(-1), NO_LOSS
-    source_values = None if source is None else source.reshape(-1)
+    source_values = None if source is None else source.to(values.device).reshape(-1)
     for start in range(0, len(values), RANGE_CHECK_ELEMENTS):
         window = slice(start, start + RANGE_CHECK_ELEMENTS)
         counts += _count_lost(

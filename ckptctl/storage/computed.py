@@ -13,7 +13,7 @@ import pkgutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -28,6 +28,7 @@ from ckptctl.planner.strided import StridedTensor
 from ckptctl.storage.arithmetic import count_out_of_range, import_torch, view_elements
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
+from ckptctl.storage.compute_device import DEVICE_RECTANGLE_BYTES, ComputeDevice
 from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
 from ckptctl.storage.outcome import NO_LOSS, NO_OUTCOME, NO_ROUNDING, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
@@ -65,6 +66,7 @@ class Kind:
         rows_per_group: Number of rows in a group that is computed together.
         package: Package other than torch that *compute* requires, installed by an extra of the
             same name, or an empty string.
+        host_only: Whether *compute* always runs on the CPU, because it works with bytes or numpy.
     """
 
     compute: Callable[[OutputRectangle], Rounding | None]
@@ -73,6 +75,7 @@ class Kind:
     needs_torch: Callable[[ComputedTensor], bool] = lambda _: True
     rows_per_group: int = 1
     package: str = ""
+    host_only: bool = False
 
 
 @cache
@@ -128,6 +131,8 @@ class OutputRectangle:
         rows: Range of rows to compute.
         columns: Range of columns to compute.
         memory: Row-major buffer for the elements of the rectangle.
+        device_elements: Elements of the rectangle on a device, which are copied to *memory* after
+            the computation, or None on the CPU.
     """
 
     opened: OpenFiles
@@ -136,6 +141,7 @@ class OutputRectangle:
     rows: range
     columns: range
     memory: memoryview
+    device_elements: torch.Tensor | None = None
 
     @property
     def arguments(self) -> Any:
@@ -145,6 +151,8 @@ class OutputRectangle:
     @property
     def elements(self) -> torch.Tensor:
         """Tensor of shape ``[rows, columns]`` that views the elements to fill."""
+        if self.device_elements is not None:
+            return self.device_elements
         return view_elements(self.memory, self.computed.dtype, len(self.columns))
 
     def list_groups(self, size: int) -> range:
@@ -165,6 +173,9 @@ class OutputRectangle:
 
         Allocating a new buffer for each rectangle would cost more than most of the computation.
         """
+        device = self.opened.device
+        if device is not None and self.device_elements is not None:
+            return device.allocate((use, self.opened.nesting_depth), dtype, count)
         nbytes = count * dtypes.get_itemsize(dtype)
         buffer = self.opened.buffers.get_buffer(f"/{use}", nbytes)[:nbytes]
         return view_elements(buffer, dtype, max(count, 1)).view(-1)[:count]
@@ -175,12 +186,19 @@ class InputTensor:
 
     Attributes:
         entry: Catalog entry of the tensor.
+        device: Device on which the file is computed and tensors are returned, or None for the CPU.
     """
 
     def __init__(
-        self, opened: OpenFiles, compute_input: ComputeInput, file: str, number: int
+        self,
+        opened: OpenFiles,
+        compute_input: ComputeInput,
+        file: str,
+        number: int,
+        device: ComputeDevice | None,
     ) -> None:
         self.entry = compute_input.entry
+        self.device = device
         self._opened = opened
         self._root = compute_input.root
         self._key = file, number
@@ -210,11 +228,9 @@ class InputTensor:
         memory = memory[: len(rows) * len(read_columns) * item]
         self._reader.read_box_into(build_matrix_box(rows, read_columns), memory)
         matrix = view_elements(memory, self.entry.dtype, len(read_columns))
-        return (
-            matrix
-            if read_columns == selected_columns
-            else matrix[:, selected_columns.start : selected_columns.stop]
-        )
+        if read_columns != selected_columns:
+            matrix = matrix[:, selected_columns.start : selected_columns.stop]
+        return self._upload(matrix)
 
     def read_all(self) -> torch.Tensor:
         """Read the complete tensor, with its original shape instead of as a matrix.
@@ -224,7 +240,11 @@ class InputTensor:
         """
         entry = self.entry
         content = self._opened.get_or_read(self._key, lambda: memoryview(self._reader.read()))
-        return view_elements(content, entry.dtype, get_last_dim_size(entry.shape)).view(entry.shape)
+        matrix = view_elements(content, entry.dtype, get_last_dim_size(entry.shape))
+        return self._upload(matrix.view(entry.shape))
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device is None else self.device.upload(tensor)
 
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
@@ -260,9 +280,8 @@ class InputTensor:
                 start += block.shape[1]
             return content
 
-        return view_elements(
-            self._opened.get_or_read((*self._key, columns), read_content), dtype, height
-        )
+        content = self._opened.get_or_read((*self._key, columns), read_content)
+        return self._upload(view_elements(content, dtype, height))
 
     def read_source_rows(self, rows: range) -> torch.Tensor | None:
         """Read the stored elements that *rows* are computed from, or return None if all are finite.
@@ -291,12 +310,17 @@ class OpenFiles:
         nesting_depth: Nesting depth of the virtual file being computed (its inputs may be virtual,
             too).
         gap_buffer: Buffer for the bytes between two requested ranges that are read in one call.
+        device: Device that computes virtual files, or None for the CPU.
     """
 
     def __init__(
-        self, computed: Mapping[str, ComputedTensor], open_root: Callable[[TreePath], SourceFiles]
+        self,
+        computed: Mapping[str, ComputedTensor],
+        open_root: Callable[[TreePath], SourceFiles],
+        device: ComputeDevice | None = None,
     ) -> None:
         self._computed = computed
+        self.device = device
         self.open_root = open_root
         self.bytes_read = 0
         self.nesting_depth = 0
@@ -340,7 +364,8 @@ class OpenFiles:
         """Buffers for the current nesting depth, which virtual inputs do not overwrite."""
         buffers = self._buffers.get(self.nesting_depth)
         if buffers is None:
-            buffers = self._buffers[self.nesting_depth] = TileBuffers()
+            buffers = self.device.create_buffers() if self.device else TileBuffers()
+            self._buffers[self.nesting_depth] = buffers
         return buffers
 
 
@@ -405,8 +430,9 @@ class ComputedFile(ByteSource):
         self._computed = computed
         if needs_torch(computed):
             import_torch()
+        self._device = None if self.kind.host_only else opened.device
         self._inputs = tuple(
-            InputTensor(opened, compute_input, name, number)
+            InputTensor(opened, compute_input, name, number, self._device)
             for number, compute_input in enumerate(computed.inputs)
         )
         self._itemsize = dtypes.get_itemsize(computed.dtype)
@@ -457,8 +483,9 @@ class ComputedFile(ByteSource):
     ) -> Iterator[tuple[OutputRectangle, Rounding]]:
         """Compute *pieces* into *buffer*, and yield each rectangle with its quantization error."""
         group_bytes = self._row_bytes * self.kind.rows_per_group
-        limit = max(RECTANGLE_BYTES // group_bytes, 1) * group_bytes
-        limit = limit if limit <= 2 * RECTANGLE_BYTES else RECTANGLE_BYTES
+        max_bytes = DEVICE_RECTANGLE_BYTES if self._device else RECTANGLE_BYTES
+        limit = max(max_bytes // group_bytes, 1) * group_bytes
+        limit = limit if limit <= 2 * max_bytes else max_bytes
         for rectangle in split_rectangles(pieces, self._row_bytes, limit):
             rows = range(rectangle.row, rectangle.row + rectangle.rows)
             end = rectangle.start + rectangle.nbytes
@@ -469,18 +496,37 @@ class ComputedFile(ByteSource):
                 views[0] if len(views) == 1 else self._opened.buffers.get_buffer("", size)[:size]
             )
             output = OutputRectangle(
-                self._opened, self._computed, self._inputs, rows, columns, memory
+                self._opened,
+                self._computed,
+                self._inputs,
+                rows,
+                columns,
+                memory,
+                self._allocate_on_device(len(rows), len(columns)),
             )
             self._opened.nesting_depth += 1
+            context: AbstractContextManager[object] = (
+                self._device.device if self._device else nullcontext()
+            )
             try:
-                rounding = self.kind.compute(output)
+                with context:
+                    rounding = self.kind.compute(output)
             finally:
                 self._opened.nesting_depth -= 1
+            if output.device_elements is not None:
+                target = view_elements(memory, self._computed.dtype, len(columns))
+                target.copy_(output.device_elements)
             yield output, rounding or NO_ROUNDING
             start = 0
             for view in views if len(views) > 1 else ():
                 view[:] = memory[start : start + len(view)]
                 start += len(view)
+
+    def _allocate_on_device(self, rows: int, columns: int) -> torch.Tensor | None:
+        if self._device is None:
+            return None
+        key = ("elements", self._opened.nesting_depth)
+        return self._device.allocate(key, self._computed.dtype, rows * columns).view(rows, columns)
 
 
 @dataclass(slots=True)

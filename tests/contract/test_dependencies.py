@@ -50,7 +50,8 @@ LATE = {
     "yaml",
 }
 ARITHMETIC = (
-    *(f"ckptctl.storage.{name}" for name in ("arithmetic", "compare", "computed")),
+    *("ckptctl.storage.arithmetic", "ckptctl.storage.compare"),
+    *("ckptctl.storage.compute_device", "ckptctl.storage.computed"),
     *("ckptctl.adapters.low_rank", "ckptctl.numerics.kinds", "ckptctl.verbs.statistics"),
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")

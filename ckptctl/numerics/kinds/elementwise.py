@@ -48,6 +48,8 @@ def _add_constant(out: OutputRectangle) -> None:
 
 KINDS = {
     "added": Kind(_add_constant),
-    "constant": Kind(_fill_constant, needs_torch=lambda computed: not _is_zero(computed)),
+    "constant": Kind(
+        _fill_constant, needs_torch=lambda computed: not _is_zero(computed), host_only=True
+    ),
     "mirrored": Kind(_conjugate_or_negate),
 }

@@ -47,7 +47,8 @@ class _Plane(NamedTuple):
 
     def select_from(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return the bytes of the plane, ``[blocks, runs, 1, run]``, as a view of *blocks*."""
-        return blocks[:, self.start : self.start + self.nbytes].unflatten(1, (-1, 1, self.run))
+        plane = blocks[:, self.start : self.start + self.nbytes]
+        return plane.view(len(blocks), -1, 1, self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,5 +206,5 @@ def _dequantize_with_package(out: OutputRectangle) -> None:
 # Non-finite results come from damaged scales, not from values of the model.
 KINDS = {
     "gguf": Kind(_dequantize_integers, overflows=True),
-    "gguf_table": Kind(_dequantize_with_package, overflows=True, package="gguf"),
+    "gguf_table": Kind(_dequantize_with_package, overflows=True, package="gguf", host_only=True),
 }

@@ -15,7 +15,6 @@ E8M0, where MLX reads 255 as infinity. The arguments of both are
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.numerics.kinds.narrow_floats import (
@@ -26,6 +25,7 @@ from ckptctl.numerics.kinds.narrow_floats import (
     to_float32_scales,
 )
 from ckptctl.numerics.quantization.formulas import MlxGroups
+from ckptctl.storage.compute_device import cache_tables
 from ckptctl.storage.computed import Kind, OutputRectangle
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _unpack_groups(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return (word[:, None] >> shifts).bitwise_and_((1 << bits) - 1)
 
 
-@cache
+@cache_tables()
 def _build_integer_table(bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Build a table ``[256, 8 / bits]`` of the integers packed in each possible byte."""
     import torch

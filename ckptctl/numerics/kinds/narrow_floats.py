@@ -25,10 +25,10 @@ global scale, float32, one in total or one for each matrix. A scale of 255 in ui
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
+from ckptctl.storage.compute_device import cache_tables
 from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _read_bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tenso
     return tensor.read(rows, columns).view(torch.uint8)
 
 
-@lru_cache(BLOCK_INDEX_CACHE)
+@cache_tables(BLOCK_INDEX_CACHE)
 def _map_columns_to_blocks(start: int, stop: int, block_columns: int) -> torch.Tensor:
     """Return the block index of each column from *start* to *stop* (exclusive)."""
     import torch
@@ -180,7 +180,7 @@ def bytes_to_float32(raw: torch.Tensor, dtype: str) -> torch.Tensor:
     return _build_value_table(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
 
 
-@cache
+@cache_tables()
 def _build_value_table(dtype: str) -> torch.Tensor:
     """Build a table ``[256]`` of the float32 value of each byte in the float8 *dtype*."""
     import torch
@@ -290,7 +290,7 @@ def _shift_fp4_to_float16(out: OutputRectangle, packed: torch.Tensor) -> torch.T
     return halves.view(torch.float16)
 
 
-@lru_cache(TABLE_CACHE)
+@cache_tables(TABLE_CACHE)
 def _build_pair_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Build a table ``[256]`` of the two values of each byte, stored as one wider integer."""
     import torch
@@ -300,7 +300,7 @@ def _build_pair_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.T
     return pairs.view({2: torch.int32, 4: torch.int64}[pairs.element_size()]).view(-1)
 
 
-@lru_cache(TABLE_CACHE)
+@cache_tables(TABLE_CACHE)
 def _build_quad_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     """Build a table ``[65536]`` of the four values of each pair of bytes, stored as one int64."""
     import torch
@@ -310,7 +310,7 @@ def _build_quad_table(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.T
     return quads.view(torch.int64).view(-1)
 
 
-@cache
+@cache_tables()
 def _build_half_power_table(dtype: str) -> torch.Tensor:
     """Build a table ``[256]`` of half of each E8M0 scale, since the largest would overflow.
 

@@ -25,12 +25,12 @@ The arguments of both are :class:`~ckptctl.numerics.quantization.formulas.Intege
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
+from ckptctl.storage.compute_device import cache_tables
 from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ def _read_group_order(weight: _IntegerWeight, width: int) -> torch.Tensor | None
     )
 
 
-@lru_cache(GROUP_INDEX_CACHE)
+@cache_tables(GROUP_INDEX_CACHE)
 def _build_consecutive_groups(width: int, group: int) -> torch.Tensor:
     import torch
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptctl.catalog import VIRTUAL_PREFIX
 from ckptctl.errors import RefusedError, format_option
 from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_float16
+from ckptctl.storage.compute_device import cache_tables
 from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle, SharedResults
 from ckptctl.storage.outcome import NO_ROUNDING, Rounding
 
@@ -41,9 +42,11 @@ if TYPE_CHECKING:
 
 CHUNK_ELEMENTS = 1 << 17
 """Approximate number of elements that are quantized at a time, in complete blocks."""
+DEVICE_CHUNK_ELEMENTS = 1 << 22
+"""The same on a CUDA device, where the launch of a kernel takes longer than its computation."""
 FP8_MAX, FP4_MAX = 448.0, 6.0
 """The largest values of E4M3 and E2M1."""
-EXPONENT_BIAS = 127
+EXPONENT_BIAS, INFINITE_EXPONENT, FLOAT32_MANTISSA_BITS = 127, 255, 23
 EXPONENT_MASK, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
 """Bit masks of a float32."""
 E2M1_STEP = 1.5 * 2.0**22
@@ -88,12 +91,12 @@ def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
     columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
     total = NO_ROUNDING
     for block_rows in _split_into_blocks(
-        out.rows, shape[0], scheme.rows, CHUNK_ELEMENTS // max(shape[1], 1)
+        out.rows, shape[0], scheme.rows, _get_chunk_elements(out) // max(shape[1], 1)
     ):
         matrix = weight.read(block_rows)
         block_columns = scheme.columns or shape[1]
         for span in _split_into_blocks(
-            columns, shape[1], block_columns, CHUNK_ELEMENTS // len(block_rows)
+            columns, shape[1], block_columns, _get_chunk_elements(out) // len(block_rows)
         ):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
             scales = blocks.compute_divisors(weight, global_scale)
@@ -121,11 +124,11 @@ def _write_scales(scheme: _BlockScheme, out: OutputRectangle) -> None:
         columns.start * block_columns, min(columns.stop * block_columns, shape[1])
     )
     for block_rows in _split_into_blocks(
-        weight_rows, shape[0], scheme.rows, CHUNK_ELEMENTS // max(shape[1], 1)
+        weight_rows, shape[0], scheme.rows, _get_chunk_elements(out) // max(shape[1], 1)
     ):
         matrix = weight.read(block_rows)
         for span in _split_into_blocks(
-            weight_columns, shape[1], block_columns, CHUNK_ELEMENTS // len(block_rows)
+            weight_columns, shape[1], block_columns, _get_chunk_elements(out) // len(block_rows)
         ):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
             scales = blocks.compute_divisors(weight, global_scale)
@@ -134,6 +137,10 @@ def _write_scales(scheme: _BlockScheme, out: OutputRectangle) -> None:
             target_rows[:, first_block : first_block + scales.shape[1]].copy_(
                 scheme.to_stored_scales(scales)
             )
+
+
+def _get_chunk_elements(out: OutputRectangle) -> int:
+    return CHUNK_ELEMENTS if out.device_elements is None else DEVICE_CHUNK_ELEMENTS
 
 
 def _parse_inputs(out: OutputRectangle) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
@@ -335,7 +342,7 @@ def _compute_inverse_scales(largest: torch.Tensor, _: torch.Tensor | None) -> to
 def _compute_fp8_scales(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
     import torch
 
-    scales = largest / FP8_MAX
+    scales = _divide(largest, FP8_MAX)
     return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 
@@ -352,24 +359,54 @@ def _compute_power_scales(
     integer_dtype, mantissa = kinds.get(largest.dtype, (torch.int16, 7))
     bits = largest.view(integer_dtype) + (1 << (mantissa - 2))
     rounded = (bits & -(1 << mantissa)).view(largest.dtype)
-    exponent = (
-        (EXPONENT_BIAS + rounded.log2().floor() - offset).clamp(0, 255).round().to(torch.uint8)
-    )
-    scales = (2.0 ** (exponent.float() - EXPONENT_BIAS)).to(largest.dtype)
+    exponents = _read_exponents(rounded)
+    is_infinite = exponents == INFINITE_EXPONENT
+    exponents = exponents.where(is_infinite, (exponents - offset).clamp_min(0))
+    scales = _build_power_table().index_select(0, exponents.view(-1)).view(exponents.shape)
+    scales = scales.to(largest.dtype)
     return scales.where(scales != 0, 1.0)
 
 
 def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return (EXPONENT_BIAS + scales.log2().floor().to(torch.int32)).to(torch.uint8)
+    return _read_exponents(scales).to(torch.uint8)
+
+
+def _read_exponents(powers: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of nonnegative *powers* of two, plus :data:`EXPONENT_BIAS`, as int32."""
+    import torch
+
+    return powers.float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
+
+
+@cache_tables()
+def _build_power_table() -> torch.Tensor:
+    """Build a table ``[256]`` of the float32 value of each E8M0 scale."""
+    import torch
+
+    return torch.tensor([2.0 ** (exponent - EXPONENT_BIAS) for exponent in range(256)])
+
+
+def _divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divide *values* as the CPU does.
+
+    CUDA multiplies by the inverse of a number, which rounds differently than a division by a
+    tensor.
+    """
+    return values / values.new_tensor(divisor)
 
 
 def _compute_nvfp4_scales(largest: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
     import torch
 
     assert shared is not None
-    scales = (shared * (largest / FP4_MAX)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+    scales = (
+        (shared * _divide(largest, FP4_MAX))
+        .clamp(-FP8_MAX, FP8_MAX)
+        .to(torch.float8_e4m3fn)
+        .float()
+    )
     return scales.where(scales != 0, 0.125).to(largest.dtype)
 
 
@@ -389,9 +426,11 @@ def _compute_largest(out: OutputRectangle) -> None:
     def find_largest() -> torch.Tensor:
         import torch
 
-        rows = _split_into_blocks(range(height), height, 1, CHUNK_ELEMENTS // max(width, 1))
+        rows = _split_into_blocks(
+            range(height), height, 1, _get_chunk_elements(out) // max(width, 1)
+        )
         parts = (_require_finite(weight, weight.read(part).abs().amax()) for part in rows)
-        return torch.stack(list(parts)).amax()
+        return torch.stack(list(parts)).amax().cpu()  # other threads may use other devices
 
     out.elements.copy_(
         _LARGEST_VALUES.get_or_compute(weight.files, weight.entry.name, find_largest)

@@ -54,4 +54,6 @@ def _get_block_reader(computed: ComputedTensor) -> BlockPlanner:
     return typed(BlockPlanner, computed.arguments)
 
 
-KINDS = {"rearranged": Kind(_rearrange_elements, needs_torch=_needs_torch)}
+KINDS = {
+    "rearranged": Kind(_rearrange_elements, needs_torch=_needs_torch, host_only=True),
+}

@@ -174,4 +174,4 @@ class TemporaryFile(SourceFiles):
         return failed
 
 
-KINDS = {"unpacked": Kind(_read_unpacked, needs_torch=lambda _: False)}
+KINDS = {"unpacked": Kind(_read_unpacked, needs_torch=lambda _: False, host_only=True)}

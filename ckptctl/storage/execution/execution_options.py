@@ -31,6 +31,7 @@ class ExecutionOptions:
             there are not removed.
         direct: Whether to read contiguous ranges of uncached files with direct I/O, which does not
             add them to the page cache. Meant for files that only one process reads, once.
+        device: Name of the device that computes elements, or None for the CPU.
         pace: Called by each thread with the number of bytes that it has just written, and may wait
             to limit the write rate. None for no limit.
     """
@@ -43,6 +44,7 @@ class ExecutionOptions:
     sync: bool = True
     shared: bool = False
     direct: bool = False
+    device: str | None = None
     pace: Advance | None = None
 
     @property

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import count
 from operator import eq
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, limit_torch_to_one_thread
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import Memory, wrap_memory
+from ckptctl.storage.compute_device import ComputeDevice, list_compute_devices
 from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
@@ -111,7 +113,7 @@ class PlanExecution:
         buffers: Callable[[], TileBuffers] = TileBuffers,
     ) -> None:
         self._plan = plan
-        self._buffers = buffers
+        self._make_buffers = buffers
         self._uploads = uploads
         self._memory = wrap_memory(memory or {})
         self._root = root
@@ -125,6 +127,8 @@ class PlanExecution:
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
         self._needs_arithmetic = needs_arithmetic(plan)  # of permutations, known per tile
+        self._devices = list_compute_devices(options.device) if self._needs_arithmetic else ()
+        self._thread_numbers = count()
         self._journal: Journal | None = None
         self._journaled_units: Mapping[tuple[int, int], FinishedUnit] = {}
         self._supervisor = Supervisor()
@@ -255,12 +259,15 @@ class PlanExecution:
 
     def _run_units(self, scheduler: LaneScheduler) -> None:
         """Execute units in the calling thread until all lanes are exhausted."""
+        number, devices = next(self._thread_numbers), self._devices
+        device = ComputeDevice(devices[number % len(devices)]) if devices else None
         files = RunFiles(
             self._plan.computed,
             self.sources.get_files,
             self._root,
             self._memory,
             direct=self._options.direct,
+            device=device,
         )
         worker = Worker(
             self._plan,
@@ -269,7 +276,7 @@ class PlanExecution:
             files,
             files.open_sink,
             is_stopped=self._supervisor.stop.is_set,
-            buffers=self._buffers(),
+            buffers=device.create_buffers() if device else self._make_buffers(),
         )
         self._workers.append(worker)
         if self._needs_arithmetic:

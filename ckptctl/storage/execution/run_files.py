@@ -17,6 +17,7 @@ from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
 from ckptctl.storage.byte_files import ByteSink, ByteSource
+from ckptctl.storage.compute_device import ComputeDevice
 from ckptctl.storage.computed import OpenFiles, StoredFile
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
@@ -44,6 +45,7 @@ class RunFiles(OpenFiles):
         root: Directory of the output files.
         memory: Memory of the plan, by name.
         direct: Whether to read long ranges of uncached files with direct I/O.
+        device: Device that computes elements, or None for the CPU.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class RunFiles(OpenFiles):
         memory: Mapping[str, ByteSource | ByteSink],
         *,
         direct: bool = False,
+        device: ComputeDevice | None = None,
     ) -> None:
-        super().__init__(computed, open_root)
+        super().__init__(computed, open_root, device)
         self._root = root
         self._memory = memory
         self._direct = direct

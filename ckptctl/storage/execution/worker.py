@@ -256,9 +256,11 @@ class TileEngine:
                 size = count * dtypes.get_itemsize(dtype_pair[1])
                 target = self._buffers.get_buffer(CAST_BUFFER, size)[:size]
                 self._ready_torch()
-                outcome += Outcome(
-                    cast_elements(buffer[: tile.nbytes], dtype_pair[0], target, dtype_pair[1])
+                device = self._opened.device.device if self._opened.device else None
+                lost = cast_elements(
+                    buffer[: tile.nbytes], dtype_pair[0], target, dtype_pair[1], device
                 )
+                outcome += Outcome(lost)
                 buffer = target
         name, sink = "", None
         for index, write in enumerate(tile.writes):

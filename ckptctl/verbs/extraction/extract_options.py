@@ -47,6 +47,7 @@ class ExtractOptions(OpenOptions):
     slice: Annotated[str | None, Option("Slice of each tensor, e.g. [0:128].", metavar="SLICE")] = (
         None
     )
+    device: opt.Device = None
     overwrite: Annotated[
         bool,
         Option("Replace the output file if it contains tensors.", panel="Safety"),

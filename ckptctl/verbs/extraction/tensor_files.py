@@ -155,7 +155,7 @@ def plan_tensor_file(
 
 def write_tensor_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
     """Write the tensor file of *plan*, and publish it atomically as *target*."""
-    execution_options = ExecutionOptions(jobs=options.jobs or 0)
+    execution_options = ExecutionOptions(jobs=options.jobs or 0, device=options.device)
     with stage_output(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=REPLACEABLE_TENSOR_FILE
     ) as stage:

@@ -53,6 +53,7 @@ from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
+from ckptctl.storage.compute_device import list_compute_devices
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import parse_path
@@ -103,6 +104,7 @@ class LoraExtractor:
     ) -> None:
         require_torch("extracting an adapter")
         self.options = options
+        self.device = next(iter(list_compute_devices(options.device)), None)
         with families.use_converter_file(options.converter):
             self._open_models(base, tuned, output)
 
@@ -278,7 +280,7 @@ class LoraExtractor:
         if tensors is None:
             return
         _require_float_dtypes(name, self.base[name], self.tuned[name])
-        change = subtract_weights(*tensors)
+        change = subtract_weights(*tensors, self.device)
         del tensors  # The decomposition needs several times as much memory.
         layer_factors = compute_factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
@@ -309,7 +311,7 @@ class LoraExtractor:
                 continue
             differs = True
             if is_selected:
-                change = subtract_weights(base_tensor, tuned_tensor)
+                change = subtract_weights(base_tensor, tuned_tensor, self.device)
                 del base_tensor, tuned_tensor
                 stacking.add_change(name, expert, change, self.options.rank, self.options.energy)
         if not differs:

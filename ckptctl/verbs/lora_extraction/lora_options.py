@@ -28,7 +28,8 @@ class LoraExtractionOptions(opt.ModelOptions):
     energy: Annotated[
         float | None,
         Option(
-            "Use the lowest rank that keeps this share of the squared change, e.g. 0.95.",
+            "Lowest rank that keeps this share of the change. It refers to squared "
+            "singular values, e.g. 0.95.",
             metavar="SHARE",
             check=checks.check_fraction,
         ),
@@ -45,7 +46,8 @@ class LoraExtractionOptions(opt.ModelOptions):
     others: Annotated[
         Literal["refuse", "leave-out", "save"],
         Option(
-            "Handle changes outside of linear layers: refuse, leave-out, or save the full tensors.",
+            "Handle changes outside of linear layers. HOW is refuse, leave-out, or save, which "
+            "stores the full tensors.",
             metavar="HOW",
         ),
     ] = "refuse"
@@ -66,6 +68,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         ),
     ] = ()
     dequantize: opt.Dequantize = None
+    device: opt.Device = None
     overwrite: Annotated[
         bool, Option("Replace the destination if it is a checkpoint.", panel="Safety")
     ] = False
