@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from tests.benchmarks.options import machine, names_of, numbers, parser_of, run_
 from tests.benchmarks.report import spread, table
 from tests.benchmarks.workspace import Workspace, discard, nbytes
 
-PARTS = ("save", "load", "host", "cold", "background")
+PARTS = ("save", "load", "host", "cold", "background", "arithmetic")
 HEAD = ("what", "GB", "way", "s: median (min–max)", "GB/s", "beside", "×", "to reach", "runs")
 Ways = Mapping[str, Callable[[], object]]
 
@@ -168,6 +169,9 @@ class Bench:
                 ways[f"ckptctl.load, jobs={n}"] = partial(ours, jobs=n)
             if kind == "hf":
                 ways["safetensors"] = partial(load_files, source, device)
+                for package, load in LOADERS.items() if device.type == "cuda" else ():
+                    if find_spec(package):
+                        ways[package] = partial(load, source, device)
             elif self.given.peers:
                 ways["dcp.load"] = partial(stock, "state_dict_loader", "load", state, source)
             yield self._rows(f"{what}, {kind}", size, ways, limit)
@@ -191,6 +195,23 @@ class Bench:
             cold = partial(evict, files)
             yield self._rows("cold disk", nbytes(source), ways, "≥ 1.0", before=cold)
 
+    def _arithmetic(self) -> Iterator[list[Row]]:
+        """Yield rows for whole conversions that compute on the CPU and on the device."""
+        source, out = self.space.source("hf", self.space.sizes[0]), self.space.target
+        for scheme in ("fp8-block", "nvfp4"):
+            ways = {
+                f"ckptctl.convert, device={name}": partial(
+                    ckptctl.convert, source, out, to="hf", quantize=scheme, device=name
+                )
+                for name in dict.fromkeys(("cpu", self.device.type))
+            }
+            seconds = self.times(ways, before=partial(discard, out))
+            best = next(iter(ways))
+            yield [
+                Row(f"quantize {scheme}", nbytes(source), way, found, best)
+                for way, found in seconds.items()
+            ]
+
     def _background(self) -> Iterator[list[Row]]:
         from tests.benchmarks import background
 
@@ -212,6 +233,29 @@ def load_files(source: Path, device: object) -> None:
 
     for path in sorted(source.glob("*.safetensors")):
         load_file(path, device=str(device))
+
+
+def load_with_fastsafetensors(source: Path, device: object) -> None:
+    """Load with fastsafetensors, without GPUDirect Storage."""
+    library = import_module("fastsafetensors")
+    files = sorted(map(str, source.glob("*.safetensors")))
+    with library.fastsafe_open(files, nogds=True, device=str(device)) as opened:
+        names = opened.keys()
+        for name in names:
+            opened.get_tensor(name)
+
+
+def load_with_instanttensor(source: Path, device: object) -> None:
+    """Load with InstantTensor."""
+    library = import_module("instanttensor")
+    files = sorted(map(str, source.glob("*.safetensors")))
+    with library.safe_open(files, framework="pt", device=device) as opened:
+        for _ in opened.tensors():
+            pass
+
+
+LOADERS = {"fastsafetensors": load_with_fastsafetensors, "instanttensor": load_with_instanttensor}
+"""Functions that load hf files with packages that may not be installed, by package."""
 
 
 def stock(module: str, function: str, state: dict[str, Any], path: Path) -> None:
