@@ -2,7 +2,8 @@
 
 Sources: ``torch/distributed/checkpoint/_nested_dict.py``, ``planner_helpers.py``,
 ``filesystem.py``, ``torch/distributed/_shard/sharded_tensor/api.py``,
-``torch/distributed/tensor/placement_types.py``; torch 2.6 to :data:`NEWEST_TESTED`.
+``torch/distributed/tensor/placement_types.py``, ``torch/distributed/distributed_c10d.py``; torch
+2.6 to :data:`NEWEST_TESTED`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import importlib
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from secrets import randbits
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,7 @@ PRIVATE = {
     ),
     "default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
+    "group_registry": ("torch.distributed.distributed_c10d", "_world"),
     "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
     "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
 }
@@ -56,6 +60,7 @@ try:
     )
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
     from torch.distributed.distributed_c10d import _get_default_store as default_store
+    from torch.distributed.distributed_c10d import _world as group_registry
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError as error:
     raise CkptError(
@@ -84,6 +89,23 @@ def warn_if_untested(version: str) -> None:
 warn_if_untested(torch.__version__)
 
 
+@contextmanager
+def keep_group_counter() -> Iterator[None]:
+    """Let this rank create a process group without the other ranks, inside the block.
+
+    Ranks name a new group after the number of earlier groups. Since torch 2.14, groups with
+    ``use_local_synchronization=True`` are counted too, so a group of one rank would change the
+    names of its later groups, and the other ranks would wait for it under other names. Inside the
+    block, the number is random, because the name of the new group must not be used again.
+    """
+    count = group_registry.group_count
+    group_registry.group_count = randbits(48)
+    try:
+        yield
+    finally:
+        group_registry.group_count = count
+
+
 def locate_storage(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the storage identity and the storage offset (in elements) of *tensor*."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
@@ -108,6 +130,7 @@ __all__ = [  # private names of torch that other modules import from here
     "create_read_items_for_chunk_list",
     "default_store",
     "flatten_state_dict",
+    "group_registry",
     "init_state_dict",
     "unflatten_state_dict",
 ]

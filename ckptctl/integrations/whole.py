@@ -48,9 +48,10 @@ def create_single_rank_group() -> dist.ProcessGroup | None:
     if default not in _own_groups:
         _own_groups.clear()
         rank = dist.get_rank()
-        _own_groups[default] = dist.new_group(
-            [rank], backend="gloo", use_local_synchronization=True
-        )
+        with compat.keep_group_counter():
+            _own_groups[default] = dist.new_group(
+                [rank], backend="gloo", use_local_synchronization=True
+            )
     return _own_groups[default]
 
 

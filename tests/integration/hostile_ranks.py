@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptctl.distributed.loading import broadcast
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from ckptctl.integrations.whole import create_single_rank_group
 
 
 def overlapping_groups(rank: int, world: int, root: Path) -> None:
@@ -48,6 +50,18 @@ def groups_of_some_ranks(rank: int, world: int, root: Path) -> None:
             dist.new_group(members, use_local_synchronization=True)
     path = root / "all"
     assert async_save({"a": torch.ones(4)}, path, sync=False).result() == path
+
+
+def group_of_one_rank(rank: int, world: int, root: Path) -> None:
+    """A group that only one rank made does not change the names of later groups."""
+    if rank == 1:
+        own = create_single_rank_group()
+        save({"a": torch.ones(2)}, root / "own", process_group=own, sync=False)
+    dist.new_group([rank], use_local_synchronization=True)  # its name is not taken
+    later = dist.new_group(timeout=timedelta(seconds=20))
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=later)
+    assert ones == world and (root / "own").exists()
 
 
 def not_a_member(rank: int, world: int, root: Path) -> None:

@@ -25,6 +25,7 @@ from tests.integration import hostile_ranks as ranks
         (ranks.overlapping_groups, 3),
         (ranks.savers_of_subgroups, 3),
         (ranks.groups_of_some_ranks, 3),
+        (ranks.group_of_one_rank, 2),
         (ranks.not_a_member, 2),
         (ranks.told_differently, 2),
         (ranks.named_like_a_rank, 2),
