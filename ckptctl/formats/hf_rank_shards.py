@@ -70,12 +70,14 @@ class HfRankShardsFormat(Format):
         "tensor"
     )
     read_options = frozenset({"ranks"})
-    tested = "torch 2.13 (2-3 ranks)"
+    tested = "torch 2.13 (2-3 ranks), transformers 5.24 (2 ranks)"
     proof = (
         "reading: checkpoints of torch 2.13 on 2 ranks equal the live model "
         "(tests/contract/test_rank_shards.py); reading: checkpoints on 3 ranks equal the live "
         "tensors, including integers and 0-d tensors, where torch's own consolidation fails "
-        "(tests/integration/test_rank_local.py)"
+        "(tests/integration/test_rank_local.py); reading: `save_pretrained` with "
+        "`distributed_checkpoint=True` of transformers 5.24 on 2 ranks, with FSDP2 and with TP, "
+        "equals the live model (tests/oracle/trainers/test_transformers_shards.py)"
     )
 
     def sniff(self, listing: Listing) -> str | None:

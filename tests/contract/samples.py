@@ -81,6 +81,7 @@ SAMPLES = {
     "dcp_hf_sharded/hf_consolidated": Sample(
         "hf-rank-shards/hf_consolidated", "sharded", "hf-rank-shards"
     ),
+    "transformers_fsdp2/shards": Sample("hf-rank-shards/transformers", format="hf-rank-shards"),
     "verl_dtensor/verl2": Sample("rank_files/verl", format="rank-files"),
     "fsdp1_rankfiles/sharded": Sample("rank_files/fsdp1_sharded", format="rank-files"),
     "fsdp1_rankfiles/local": Sample(

@@ -26,6 +26,7 @@ SAMPLES = {
     "dcp-rank-local/w2/ckpt": "dcp-rank-local",
     "hf-rank-shards/hf_sharded/ckpt": "hf-rank-shards",
     "hf-rank-shards/hf_consolidated/ckpt/sharded": "hf-rank-shards",
+    "hf-rank-shards/transformers/ckpt": "hf-rank-shards",
 }
 FIRST, SECOND = (f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2))
 
