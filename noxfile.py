@@ -2,7 +2,8 @@
 
 Each session creates its own environment; with ``--no-venv`` it uses the installed packages.
 ``.ci/run`` runs the sessions of one Python. ``.github/workflows/ci.yml`` runs those with the tag
-``hosted``, one job each.
+``hosted``, one job each, and ``newest.yml`` those with the tag ``newest`` every week. The tests of
+the lowest, the pinned and the newest versions are ``lowest``, ``tests`` and ``highest``.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def lowest(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
-@nox.session(tags=["hosted"])
+@nox.session(tags=["hosted", "newest"])
 def highest(session: nox.Session) -> None:
     """Run the tests with the newest versions that pyproject.toml allows."""
     install(session, "--upgrade", "-e", ".[test]", tested=False)
@@ -124,18 +125,30 @@ def oracles(session: nox.Session) -> None:
     session.run("pytest", "-m", "oracle", *session.posargs)
 
 
-def install_others(session: nox.Session) -> None:
-    """Install programs whose own requirements would replace torch or bring CUDA."""
+@nox.session(venv_backend="virtualenv", python="3.12", tags=["newest"])
+def newest_oracles(session: nox.Session) -> None:
+    """Compare with the newest releases of other programs."""
+    install(session, "--upgrade", "-e", ".[oracle]", tested=False)
+    if session.virtualenv.is_sandboxed:
+        install_others(session, tested=False)
+    session.run("pytest", "-m", "oracle", *session.posargs)
+
+
+def install_others(session: nox.Session, *, tested: bool = True) -> None:
+    """Install programs whose own requirements would replace torch or bring CUDA.
+
+    If *tested* is false, these are the newest releases instead of the pinned ones.
+    """
     session.install("--no-deps", "wheel", "setuptools")
     uncompiled = {"DS_BUILD_OPS": "0"}
     for file in ("tests/oracle/requirements.txt", "tests/oracle/trainers/requirements.txt"):
-        session.install("--no-deps", "--no-build-isolation", "-r", file, env=uncompiled)
+        session.install("--no-deps", "--no-build-isolation", *read(file, tested), env=uncompiled)
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
     site = str(session.run("python", "-c", purelib, silent=True))
     # The last with Llama 4, beside the newest.
     session.install("--no-deps", "--target", f"{site}/torchtitan_0_2", "torchtitan==0.2.2")
     # Others look whether these are there, and would use them.
-    quantizers = ("--target", f"{site}/quantizers", "-r", "tests/oracle/quantizers.txt")
+    quantizers = ("--target", f"{site}/quantizers", *read("tests/oracle/quantizers.txt", tested))
     session.install("--no-deps", *quantizers)
     # It asks for Python 3.12, which its reference in PyTorch does not need.
     wheels = session.create_tmp()
@@ -143,6 +156,12 @@ def install_others(session: nox.Session) -> None:
     session.run(*download, "--only-binary=:all:", "gpt-oss==0.0.9", silent=True)
     (gpt_oss,) = Path(wheels).glob("gpt_oss-*.whl")
     session.run("python", "-m", "zipfile", "-e", str(gpt_oss), site)
+
+
+def read(file: str, tested: bool) -> list[str]:
+    """Return the requirements in *file*, without their versions unless *tested* is true."""
+    lines = [line for line in Path(file).read_text().splitlines() if line and line[0] != "#"]
+    return lines if tested else [line.partition("==")[0] for line in lines]
 
 
 @nox.session(tags=["hosted"])
