@@ -1,6 +1,6 @@
 """Programs whose logits validate the layouts of families, with the versions of the tests."""
 
-TRANSFORMERS = "transformers 5.23"
+TRANSFORMERS = "transformers 5.24"
 MLX_VLM = "mlx-vlm 0.7.10"
 _DEFAULT_PROGRAMS = {
     "hf": TRANSFORMERS,

@@ -1,7 +1,7 @@
 """Llama key tables, typed out by hand from the projects that define them.
 
 Sources: llama-models ``models/llama3/model.py``; torchtune 0.6.1 ``modules/transformer.py``;
-torchtitan 0.2.2 and 0.3.0 ``models/llama3``; transformers 5.23 ``models/llama``.
+torchtitan 0.2.2 and 0.3.0 ``models/llama3``; transformers 5.24 ``models/llama``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters against the programs that train them: peft 0.21 on transformers 5.23, torchtune 0.6.1.
+"""Adapters against the programs that train them: peft 0.21 on transformers 5.24, torchtune 0.6.1.
 
 Both programs compute their merged weights and logits themselves. torchtune exports adapters for
 PEFT, wrongly for Qwen (it permutes rows that its model does not) and for DoRA (it leaves lengths

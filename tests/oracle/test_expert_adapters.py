@@ -1,4 +1,4 @@
-"""Factors of experts, apart and stacked, against peft 0.21 on transformers 5.23.
+"""Factors of experts, apart and stacked, against peft 0.21 on transformers 5.24.
 
 PEFT stacks the factors of single experts itself when it loads them (its
 ``transformers_weight_conversion``): what ckptctl stacks has to compute the same.

@@ -1,4 +1,4 @@
-"""``extract-lora`` against peft 0.21 on transformers 5.23: what it loads and merges itself."""
+"""``extract-lora`` against peft 0.21 on transformers 5.24: what it loads and merges itself."""
 
 from __future__ import annotations
 
