@@ -95,10 +95,13 @@ class ItemPart(NamedTuple):
     Attributes:
         shape: Shape of the tensor in the zip.
         row: Index along dimension 0 that is selected, or None to select the entire tensor.
+        first: Index of the first selected element of a tensor with one dimension. The selected
+            elements fill the box in row-major order. None if *row* defines the selection.
     """
 
     shape: tuple[int, ...]
     row: int | None = None
+    first: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import json
 import pickle
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,14 @@ def write(
     arguments: Mapping[str, Any] | None = None,
     *,
     cuts: Cuts | None = None,
+    edges: Mapping[str, Sequence[int]] | None = None,
     objects: Mapping[str, Any] | None = None,
     finished: bool = True,
 ) -> Path:
-    """Write *tensors*, each cut along its dimensions into as many chunks as *cuts* says of it."""
+    """Write *tensors*, each cut along its dimensions into as many chunks as *cuts* says of it.
+
+    Tensors of one dimension may be cut at *edges* instead.
+    """
     folder.mkdir(parents=True)
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
@@ -48,6 +53,8 @@ def write(
 
     for name, tensor in tensors.items():
         boxes = list(_boxes(tensor.shape, (cuts or {}).get(name, ())))
+        if own := (edges or {}).get(name):
+            boxes = [((a,), (b - a,)) for a, b in pairwise([*own, *tensor.shape])]
         for offsets, sizes in boxes:
             spans = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
             put(MetadataIndex(name, torch.Size(offsets)), tensor[spans].clone())

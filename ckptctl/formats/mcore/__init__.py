@@ -61,7 +61,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         "tensor; the file of every chunk exists and is long enough; no layer, expert or half of a"
         " gated layer is missing, according to names, shapes and the trainer's arguments"
     )
-    tested = "Megatron-Core 0.16 (TP, PP, EP, CP), Megatron-Bridge 0.3 (adapters)"
+    tested = "Megatron-Core 0.16, 0.19 (TP, PP, EP, CP), Megatron-Bridge 0.3 (adapters)"
     proof = (
         "reading: checkpoints of Megatron-Core equal the saved tensors "
         "(tests/unit/formats/test_wrappers.py); reading: checkpoints of every naming variant "
@@ -69,7 +69,9 @@ class McoreFormat(ItemFormat, WritableFormat):
         "Megatron-Core 0.16 loads the output with other tensor-, pipeline-, expert- and "
         "context-parallel sizes, with separate and stacked layers "
         "(tests/oracle/test_mcore_written.py); writing: its distributed optimizer loads the "
-        "optimizer state (tests/oracle/test_mcore_optimizer.py); adapters: modules of "
+        "optimizer state (tests/oracle/test_mcore_optimizer.py); reading: Megatron-Core 0.19 "
+        "trains on from optimizer state that it saved by ranges "
+        "(tests/oracle/test_mcore_buckets.py); adapters: modules of "
         "Megatron-Bridge 0.3 compute the same logits as PEFT "
         "(tests/oracle/test_mcore_adapters.py)"
     )
@@ -112,15 +114,17 @@ class McoreFormat(ItemFormat, WritableFormat):
         if not any(FUSED_LAYER in name for name in catalog.tensors):
             return catalog
         from ckptctl.formats.mcore.joining import join_canonical  # few checkpoints need this
-        from ckptctl.formats.mcore.spelling import is_fsdp_checkpoint
+        from ckptctl.formats.mcore.spelling import find_parameter_name, is_fsdp_checkpoint
 
         if not is_fsdp_checkpoint(catalog.tensors):
             return catalog
         faults = FaultCollector(catalog.root, options.partial, list(catalog.findings))
         joined_catalog = join_canonical(catalog, faults, {})
         new = quote_names([name for name in joined_catalog.tensors if name not in catalog.tensors])
-        note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
-        return replace(joined_catalog, notes=(*joined_catalog.notes, note))
+        notes = [f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"]
+        if settings := [name for name in catalog.blobs if find_parameter_name(name)]:
+            notes.append(f"settings of parts keep their names: {quote_names(settings)}")
+        return replace(joined_catalog, notes=(*joined_catalog.notes, *notes))
 
     def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
         """See :meth:`Format.map_merged_parameters`."""

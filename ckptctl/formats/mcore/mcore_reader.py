@@ -34,10 +34,11 @@ from typing import Any
 from ckptctl.catalog import Blob, Catalog, Finding
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.facts import MEGATRON
-from ckptctl.facts.megatron import TARGET_KEY
+from ckptctl.facts.megatron import TARGET_KEY, merge_records
 from ckptctl.facts.megatron_adapter import to_peft_config
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.dcp_reader import add_leaves, build_catalog, read_metadata
+from ckptctl.formats.mcore.buckets import map_buckets
 from ckptctl.formats.mcore.factors import restore_row_order
 from ckptctl.formats.mcore.joining import join_canonical
 from ckptctl.formats.mcore.mcore_files import (
@@ -104,6 +105,11 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
             catalog = add_leaves(files, catalog, file, common)
         records = read_records(folder, {place: arguments}, faults)
         catalog = restore_row_order(catalog, records)
+        catalog, settings, settings_file = map_buckets(
+            catalog, files, merge_records(records.values()), faults
+        )
+        if settings_file:
+            catalog = add_leaves(files, catalog, settings_file, settings)
     critic = find_skipped_critic(path, folder)
     critic_findings = (
         tuple(_check_other_model(folder, path, critic, options, name)) if critic else ()

@@ -31,13 +31,13 @@ from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.units import pluralize
 
-_PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
+_PREFIX = re.compile(r"(?:(?:chained_\d+\.)?(optimizer\.state\.\w+\.))?(?:module\.)*")
 _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.*\.experts)\.(?:experts|local_experts)\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
 _FSDP_PART = re.compile(r"\d+|\d*_w")
-_PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
+_PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))(\.\w+)", re.DOTALL)
 _LAYERS, HALF_SUFFIXES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
@@ -82,7 +82,16 @@ class TensorNameParts(NamedTuple):
 
 
 def parse_tensor_name(name: str) -> TensorNameParts:
-    """Parse the name of a tensor, for all naming conventions of Megatron-Core."""
+    """Parse the name of a tensor, for all naming conventions of Megatron-Core.
+
+    Names of the optimizer state that Megatron-FSDP saved for a part of a parameter end with the
+    name of the state, such as ``.exp_avg``.
+    """
+    if state := _PART_STATE.fullmatch(name):
+        parts = parse_tensor_name(state[1])
+        if parts.suffix:
+            return parts._replace(suffix=parts.suffix + state[2])
+        return parts._replace(prefix=parts.prefix + state[2])
     prefix = _PREFIX.match(name)
     state_prefix = (prefix[1] or "") if prefix else ""
     rest = name[prefix.end() :] if prefix else name
@@ -117,10 +126,12 @@ def find_parameter_name(name: str) -> str | None:
 
 
 def parse_tensor_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorNameParts]:
-    """Parse the names of *tensors*, treating 0-d tensors as unstacked."""
+    """Parse the names of *tensors*, treating 0-d tensors as unstacked and as no part of another."""
     parsed = {name: parse_tensor_name(name) for name in tensors}
     unstacked = (
-        name for name, parts in parsed.items() if parts.is_stacked and not tensors[name].shape
+        name
+        for name, parts in parsed.items()
+        if not tensors[name].shape and (parts.is_stacked or _PART_STATE.fullmatch(name))
     )
     return {**parsed, **{name: TensorNameParts(name) for name in unstacked}}
 

@@ -196,6 +196,13 @@ def select_item_part(
         inner_shape, strides = inner_shape[1:], strides and strides[1:]
         last_offset = sum((n - 1) * step for n, step in zip(inner_shape, steps[1:], strict=True))
         nbytes = (last_offset + 1) * get_itemsize(tensor.dtype) if math.prod(inner_shape) else 0
+    elif item_part.first is not None:
+        if strides:
+            raise UnsupportedError(
+                "a range of a strided tensor is not supported", why=f"its strides are {strides}"
+            )
+        start, inner_shape = item_part.first, sizes
+        nbytes = math.prod(sizes) * get_itemsize(tensor.dtype)
     if strides:
         strides = (math.prod(inner_shape),) * (len(sizes) - len(inner_shape)) + strides
     within = tensor.within
