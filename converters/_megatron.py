@@ -148,6 +148,40 @@ QWEN3_NEXT = MegatronStyle(
     layer_pattern=("linear_attention", 4),
 )
 
+QWEN3_5_FACTS = (
+    *(fact for fact in DENSE if fact not in (CHANNELS, FFN)),
+    replace(CHANNELS, default=256),
+    replace(PARTIAL, default=0.25),
+    replace(MTP_LAYERS, config="mtp_num_hidden_layers", default=NEEDED),
+    *LINEAR,
+)
+QWEN3_5_FIELDS = {
+    name: values for name, values in QWEN3_NEXT.fields.items() if name != "moe_shared_expert_gate"
+}
+
+QWEN3_5_TEXT = MegatronStyle(
+    facts=(*QWEN3_5_FACTS, FFN),
+    model_type="qwen3_5_text",
+    fields=QWEN3_5_FIELDS,
+    config=UNBIASED,
+    provider=GPT,
+    layer_pattern=("linear_attention", 4),
+)
+
+QWEN3_5_MOE_TEXT = MegatronStyle(
+    facts=(
+        *QWEN3_5_FACTS,
+        *(TOP, EXPERTS, EXPERT_FFN, replace(NORM_TOPK_PROB, default=True)),
+        SHARED_FFN,
+    ),
+    model_type="qwen3_5_moe_text",
+    fields=QWEN3_NEXT.fields,
+    config=UNBIASED,
+    provider=GPT,
+    copies=COPIED_FFN,
+    layer_pattern=("linear_attention", 4),
+)
+
 DEEPSEEK_V2 = MegatronStyle(
     facts=(*LATENT, *ROUTED, NORM_TOPK_PROB, FACTS["topk_method"]),
     model_type="deepseek_v2",

@@ -5,7 +5,7 @@ pairs. All programs do the same, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, without the MTP layers), mlx-lm's
-``deepseek_v32.py``.
+``deepseek_v32.py``, Megatron-Core's ``dsa.py`` (0.19, ``mcore``).
 """
 
 from dataclasses import replace
@@ -32,13 +32,24 @@ index_k_norm_bias  ie          k_norm.bias
 index_heads        ih d        weights_proj.weight
 """
 
+MCORE_INDEXER = """
+logical            mcore: decoder.layers.{i}.self_attention.core_attention.indexer.
+index_q            linear_wq_b.weight
+index_k            linear_wk.weight
+index_k_norm       k_norm.weight
+index_k_norm_bias  k_norm.bias
+index_heads        linear_weights_proj.weight
+"""
+
+MCORE = (MCORE_INDEXER, MCORE_INDEXER.replace(*deepseek_v3.IN_MTP))
+
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
     name="deepseek_v32",
     title="DeepSeek-V3.2",
     aliases=(),
-    layouts=("hf", "hf-v5", "deepseek", "mlx"),
-    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
+    layouts=("hf", "hf-v5", "deepseek", "mlx", "mcore"),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER, *MCORE),
     like={"mlx": "hf-v5"},
     architecture="DeepseekV32ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("deepseek", "mlx")),),
@@ -48,6 +59,7 @@ FAMILY: Family = replace(
         "ie": ("index_head_dim", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "deepseek", "mlx"),
+    sources={"mcore": "Megatron-Core 0.19"},
     config_signs=({"model_type": "deepseek_v32"},),
     megatron=None,
     tiny=dict(deepseek_v3.FAMILY.tiny, ih=3, ie=8),

@@ -6,7 +6,8 @@ one of them, unless all layers need an indexer. MTP layers are numbered after al
 
 Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``:
 in-memory names of transformers 5, without MTP layers), vLLM's ``deepseek_mtp.py``, mlx-lm's
-``glm_moe_dsa.py``, in which every layer has an indexer. Attention and indexer rotate neighboring
+``glm_moe_dsa.py``, in which every layer has an indexer; Megatron-Bridge's ``glm5_bridge.py`` (0.6,
+``mcore``). Attention and indexer rotate neighboring
 pairs, so no axis is reordered.
 """
 
@@ -32,8 +33,8 @@ FAMILY: Family = replace(
     name="glm_moe_dsa",
     title="GLM-5, GLM-5.1",
     aliases=("glm5",),
-    layouts=("hf", "hf-v5", "mlx"),
-    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
+    layouts=("hf", "hf-v5", "mlx", "mcore"),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER, *deepseek_v32.MCORE),
     architecture="GlmMoeDsaForCausalLM",
     ties=(Tie("output", of="embed"),),
     demands=(
@@ -44,6 +45,7 @@ FAMILY: Family = replace(
         ),
     ),
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
+    sources={"mcore": "Megatron-Bridge"},
     shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

@@ -1,13 +1,14 @@
 """MiniMax M2 to M2.7: queries and keys normalized over all heads, experts with a correction bias.
 
 Sources: transformers' ``modeling_minimax_m2.py`` and ``conversion_mapping.py`` (``hf-v5``:
-in-memory names of transformers 5), vLLM's ``minimax_m2.py``, mlx-lm's ``minimax.py``. The first
-part of each head rotates by halves, so no axis is reordered.
+in-memory names of transformers 5), vLLM's ``minimax_m2.py``, mlx-lm's ``minimax.py``,
+Megatron-Bridge's ``minimax_m2_bridge.py`` (0.6, ``mcore``). The first part of each head rotates by
+halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
 
-from . import _hf, _proofs
+from . import _hf, _proofs, qwen2_moe
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.                     hf-v5: model.layers.{i}.
@@ -33,11 +34,28 @@ expert_w3  switch_mlp.up_proj.weight
 expert_w2  switch_mlp.down_proj.weight
 """
 
+MCORE = """
+logical      mcore: decoder.layers.{i}.
+norm_1       self_attention.linear_qkv.layer_norm_weight
+q            self_attention.linear_qkv.weight#0/k
+q_norm       self_attention.q_layernorm.weight
+k            self_attention.linear_qkv.weight#1/k
+k_norm       self_attention.k_layernorm.weight
+v            self_attention.linear_qkv.weight#2/k
+o            self_attention.linear_proj.weight
+norm_2       pre_mlp_layernorm.weight
+router       mlp.router.weight
+router_bias  mlp.router.expert_bias
+expert_w1    mlp.experts.experts.linear_fc1.weight#0.1
+expert_w3    mlp.experts.experts.linear_fc1.weight#1.1
+expert_w2    mlp.experts.experts.linear_fc2.weight
+"""
+
 FAMILY = Family(
     name="minimax_m2",
     title="MiniMax M2, M2.1, M2.5, M2.7",
-    layouts=("hf", "hf-v5", "mlx"),
-    tables=(_hf.BEFORE_V5, LAYER, MLX, _hf.AFTER_V5),
+    layouts=("hf", "hf-v5", "mlx", "mcore"),
+    tables=(_hf.BEFORE_V5, LAYER, MLX, _hf.AFTER_V5, *qwen2_moe.MCORE_ENDS, MCORE),
     architecture="MiniMaxM2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
@@ -46,6 +64,7 @@ FAMILY = Family(
     pinned=("router_bias",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "minimax_m2"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, i=2, down=4, across=8),
 )

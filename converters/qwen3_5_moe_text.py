@@ -10,7 +10,8 @@ mlx       stacked, gate and up separate; no ``mtp``
 ========  ====================================================================================
 
 Sources: transformers' ``modeling_qwen3_5_moe.py`` and ``conversion_mapping.py``, vLLM's
-``qwen3_5_mtp.py`` and Megatron-Bridge's ``qwen35_vl_bridge.py`` for ``mtp``, mlx-lm's
+``qwen3_5_mtp.py`` and Megatron-Bridge's ``qwen35_vl_bridge.py`` for ``mtp`` and
+``qwen35_bridge.py`` (0.6) for ``mcore``, mlx-lm's
 ``qwen3_5_moe.py``.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import _proofs, qwen2_moe, qwen3_5_text, qwen3_next
+from . import _megatron, _proofs, qwen2_moe, qwen3_5_text, qwen3_moe, qwen3_next
 
 EXPERTS = """
 router       x d    mlp.gate.weight
@@ -71,11 +72,25 @@ MLX = (
     *qwen3_5_text.MLX[3:],
 )
 
+MCORE_LAYER = (
+    qwen3_next.MCORE_ATTENTION + qwen2_moe.MCORE_EXPERTS.replace("norm_2_moe", "norm_2"),
+    qwen3_moe.MCORE_NORMS,
+    qwen2_moe.MCORE_SHARED,
+    qwen2_moe.MCORE_SHARED_GATE,
+)
+
+MCORE = (
+    *qwen3_5_text.MCORE,
+    *MCORE_LAYER,
+    qwen3_next.MCORE_MTP,
+    *(table.replace(*qwen3_next.IN_MTP) for table in MCORE_LAYER),
+)
+
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5_moe_text",
     title="Qwen 3.5, Qwen 3.6 MoE, text only",
-    layouts=("hf", "hf-3.5", "hf-fresh", "mlx"),
+    layouts=("hf", "hf-3.5", "hf-fresh", "mlx", "mcore"),
     tables=(
         "logical  axes  hf: model." + qwen3_5_text.EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
@@ -84,12 +99,14 @@ FAMILY: Family = replace(
         qwen3_5_text.OUTPUT,
         *MTP,
         *MLX,
+        *MCORE,
     ),
     like={"hf-3.5": "hf", "hf-fresh": "hf", "mlx": ""},
     architecture="Qwen3_5MoeForCausalLM",
     kinds=qwen3_5_text.FAMILY.kinds,
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs=_proofs.get_proofs("hf", "hf-3.5", "hf-fresh", "mlx"),
+    proofs=_proofs.get_proofs("hf", "hf-3.5", "hf-fresh", "mlx", "mcore"),
+    megatron=_megatron.QWEN3_5_MOE_TEXT,
     config_signs=(
         {"model_type": "qwen3_5_moe_text"},
         {"model_type": "qwen3_5_moe", "vision_config": None},

@@ -8,14 +8,14 @@ mlx-lm omits the vision tower of ``qwen3_5`` and ``vision_config``, so that its 
 describes this model. It does not have ``mtp``.
 
 Sources: transformers' ``modeling_qwen3_5.py`` (``Qwen3_5ForCausalLM``), vLLM's ``qwen3_5_mtp.py``
-for ``mtp``, mlx-lm's ``qwen3_5.py``.
+for ``mtp``, mlx-lm's ``qwen3_5.py``, Megatron-Bridge's ``qwen35_bridge.py`` (0.6, ``mcore``).
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, LayerKind, Tie
 
-from . import _proofs, qwen3_next
+from . import _megatron, _proofs, llama2, qwen3_moe, qwen3_next
 
 EMBED = """
 embed  v d  embed_tokens.weight
@@ -88,6 +88,27 @@ MLX = (
     MLX_OUTPUT,
 )
 
+MCORE = (
+    llama2.MCORE_BEFORE,
+    qwen3_next.MCORE_LINEAR,
+    qwen3_next.MCORE_ATTENTION,
+    qwen3_moe.MCORE_NORMS,
+    llama2.MCORE_AFTER,
+)
+
+MCORE_DENSE = (
+    llama2.MCORE_FEED_FORWARD,
+    qwen3_next.MCORE_MTP,
+    *(
+        table.replace(*qwen3_next.IN_MTP)
+        for table in (
+            qwen3_next.MCORE_ATTENTION,
+            qwen3_moe.MCORE_NORMS,
+            llama2.MCORE_FEED_FORWARD,
+        )
+    ),
+)
+
 SIZES = {
     **{a: n for a, n in qwen3_next.FAMILY.sizes.items() if a not in ("x", "m", "s")},
     "j": ("mtp_num_hidden_layers", ""),
@@ -97,7 +118,7 @@ FAMILY: Family = replace(
     qwen3_next.FAMILY,
     name="qwen3_5_text",
     title="Qwen 3.5, Qwen 3.6, text only",
-    layouts=("hf", "mlx"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
@@ -106,6 +127,8 @@ FAMILY: Family = replace(
         MTP,
         "logical  axes  hf: mtp.layers.{j}." + MTP_ATTENTION + MTP_FEED_FORWARD,
         *MLX,
+        *MCORE,
+        *MCORE_DENSE,
     ),
     like={"mlx": ""},
     architecture="Qwen3_5ForCausalLM",
@@ -117,12 +140,12 @@ FAMILY: Family = replace(
         LayerKind("full", every="full_attention_interval"),
     ),
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs=_proofs.get_proofs("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx", "mcore"),
     shown_by=("linear_a_log",),
     config_signs=(
         {"model_type": "qwen3_5_text"},
         {"model_type": "qwen3_5", "vision_config": None},
     ),
-    megatron=None,
+    megatron=_megatron.QWEN3_5_TEXT,
     tiny={a: n for a, n in qwen3_next.FAMILY.tiny.items() if a not in ("x", "m", "s")},
 )

@@ -19,6 +19,8 @@ from ckptctl.planner.layouts import Family, LayerKind
 
 from . import _hf, _megatron, _proofs, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
+IN_MTP = deepseek_v3.IN_MTP
+
 LINEAR = """
 logical                axes              hf: model.layers.{i}.
 linear_q@linear        (lk ld) d         linear_attn.in_proj_qkvz.weight#0/lk
@@ -171,7 +173,7 @@ FAMILY: Family = replace(
         qwen2.MCORE_FEED_FORWARD,
         *MCORE_LAYER,
         MCORE_MTP,
-        *(table.replace(*deepseek_v3.IN_MTP) for table in MCORE_LAYER),
+        *(table.replace(*IN_MTP) for table in MCORE_LAYER),
     ),
     architecture="Qwen3NextForCausalLM",
     variants=(("linear", "full"), ("dense", "moe")),

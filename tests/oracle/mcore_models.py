@@ -51,6 +51,22 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 8,
         "linear_value_head_dim": 18,
     },
+    "qwen3_5_text": {
+        "head_dim": 24,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 14,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 18,
+    },
+    "qwen3_5_moe_text": {
+        **EXPERTS,
+        "head_dim": 24,
+        "shared_expert_intermediate_size": 26,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 14,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 18,
+    },
     "glm": {"head_dim": 12},
     "glm4_moe": {"head_dim": 12, **EXPERTS},
     "gpt_oss": HEAD,
@@ -77,6 +93,8 @@ MODELS = (
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "olmoe",
     "glm4_moe",
     "deepseek_v2",
@@ -184,7 +202,8 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
+        "ffn_hidden_size": getattr(config, "intermediate_size", None)
+        or config.moe_intermediate_size,
         "num_attention_heads": heads,
         "num_query_groups": config.num_key_value_heads,
         "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -254,11 +273,14 @@ def _qwen2_moe(config: PretrainedConfig, options: Fields, *rest: Fields) -> None
 
 def _qwen3_next(config: PretrainedConfig, options: Fields, *rest: Fields) -> None:
     _qk_norms(config, options, *rest)
+    if "num_moe_experts" in options:
+        options |= {
+            "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+            "moe_shared_expert_gate": True,
+        }
     options |= {
         "layernorm_zero_centered_gamma": True,
         "attention_output_gate": True,
-        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-        "moe_shared_expert_gate": True,
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": 4,
     }
@@ -378,6 +400,8 @@ SPECIAL: Mapping[str, Callable[[PretrainedConfig, Fields, Fields, Fields], None]
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qk_norms,
     "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_next,
+    "qwen3_5_moe_text": _qwen3_next,
     "olmoe": _qk_norms,
     "glm4_moe": _glm4_moe,
     "deepseek_v2": _deepseek_v2,

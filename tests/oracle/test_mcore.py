@@ -36,6 +36,9 @@ JOBS = "tests.oracle.mcore_ranks"
 WRONG = 0.1
 """Any axis in another order moves the logits by more than this part of the largest."""
 
+LESS_EXACT = {"qwen3_5_text": (1e-4, 0.01), "qwen3_5_moe_text": (1e-4, 0.01)}
+"""Other bounds of the difference, right and wrong: delta nets make up most of these models."""
+
 DENSE = (Ranks(), Ranks(2, 1), Ranks(1, 2), Ranks(2, 2))
 EXPERTS = (*DENSE, Ranks(1, 1, 2), Ranks(2, 1, 2))
 EVERY = ("qwen3", "qwen3_moe", "deepseek_v3")
@@ -67,6 +70,14 @@ class Proof(NamedTuple):
     @property
     def family(self) -> str:
         return family_of(self.name)
+
+    @property
+    def tolerance(self) -> float:
+        return LESS_EXACT.get(self.name, (TOLERANCE, WRONG))[0]
+
+    @property
+    def least_wrong(self) -> float:
+        return LESS_EXACT.get(self.name, (TOLERANCE, WRONG))[1]
 
     def apart(self, found: torch.Tensor) -> float:
         """Return the largest difference as a part of the largest logit."""
@@ -139,13 +150,13 @@ def test_hf_to_mcore_keeps_logits(proof: Proof) -> None:
     }
     print(proof.name, "hf -> mcore", {name: f"{value:.1e}" for name, value in found.items()})
     assert len(found) >= len(divisions(proof.name, proof.recipe))
-    assert max(found.values()) <= TOLERANCE
+    assert max(found.values()) <= proof.tolerance
 
 
 def test_wrong_weight_orders_change_logits(proof: Proof) -> None:
     found = {name: proof.apart(logits) for name, logits in proof.read("wrong.pt").items()}
     print(proof.name, "wrong", {name: f"{value:.2f}" for name, value in found.items()})
-    assert min(found.values()) > WRONG
+    assert min(found.values()) > proof.least_wrong
     assert len(found) >= 6
 
 
@@ -187,5 +198,5 @@ def test_mcore_to_hf_keeps_logits(proof: Proof, spelling: str, tmp_path: Path) -
     expected = proof.read(f"logits-changed-{ranks}.pt")
     apart = distance(found, expected) / float(expected.abs().max())
     print(proof.name, "mcore -> hf", spelling, str(ranks), f"{apart:.1e}")
-    assert apart <= TOLERANCE
-    assert proof.apart(found) > WRONG
+    assert apart <= proof.tolerance
+    assert proof.apart(found) > proof.least_wrong
