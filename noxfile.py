@@ -164,6 +164,17 @@ def read(file: str, tested: bool) -> list[str]:
     return lines if tested else [line.partition("==")[0] for line in lines]
 
 
+@nox.session(python="3.12", venv_backend="virtualenv", tags=["hosted"])
+def megatron(session: nox.Session) -> None:
+    """Compare with the newest Megatron-Core, which requires Python 3.12."""
+    install(session, "-e", ".[oracle]")
+    if session.virtualenv.is_sandboxed:
+        session.install("--no-deps", "-r", "tests/oracle/megatron.txt")
+    files = [str(file) for file in sorted(Path("tests/oracle").glob("test_mcore*.py"))]
+    files = [file for file in files if "adapters" not in file]  # of another Megatron-Bridge
+    session.run("pytest", "-m", "oracle", *files, *session.posargs)
+
+
 @nox.session(tags=["hosted"])
 def servers(session: nox.Session) -> None:
     """Test URLs with servers like S3, Google Cloud Storage and, with npm, Azure; takes minutes."""

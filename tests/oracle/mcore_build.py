@@ -243,10 +243,20 @@ def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
         if not recipe.local:
             delta = attention.module is gated_delta_net.GatedDeltaNet
             names = dict(LATENT_NORMS if recipe.latent else DELTA if delta else INPUT)
-            if mlp.module is not MoELayer:
+            if _module_class(mlp) is not MoELayer:
                 names |= FED
             layer.submodules.sharded_state_dict_keys_map = names
     return spec
+
+
+def _module_class(part: Any) -> Any:
+    """Return the class of the module that *part* of a specification builds.
+
+    Since Megatron-Core 0.17, feed-forward parts are partial calls of a class method.
+    """
+    if not isinstance(part, partial):
+        return part.module
+    return getattr(part.func, "__self__", part.func)
 
 
 def _with_delta_net(layer: Any, config: TransformerConfig) -> Any:
@@ -292,7 +302,8 @@ def _layers(config: TransformerConfig) -> list[Any]:
 
 def _norms(prefix: str, submodules: Any) -> Iterator[str]:
     for name, part in vars(submodules).items():
-        inner = getattr(part, "submodules", None)
+        options = part.keywords if isinstance(part, partial) else {}
+        inner = options.get("submodules", getattr(part, "submodules", None))
         if part == "column_parallel_layer_norm_linear":
             yield f"{prefix}{name}.layer_norm_weight"
         elif part == "layer_norm":
