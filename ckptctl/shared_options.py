@@ -209,9 +209,9 @@ Dequantize = Annotated[
 Quantize = Annotated[
     str | None,
     Option(
-        "Quantize linear weights, e.g. to fp8-block or mxfp4. Other schemes are "
-        "fp8-channel, mxfp8 and nvfp4. Requires no calibration data. Skips norms, "
-        "embeddings, routers, gates, convolutions, vision towers and lm_head.",
+        "Quantize linear weights, e.g. to fp8-block or int4. Other schemes are "
+        "fp8-channel, int8, int8-channel, mxfp4, mxfp8 and nvfp4. Requires no calibration data. "
+        "Skips norms, embeddings, routers, gates, convolutions, vision towers and lm_head.",
         metavar="SCHEME",
         check=check_scheme,
         offers=list_quantization_schemes,

@@ -33,6 +33,8 @@ LIMITS = {
     "copy": None,
     "quantize-fp8-block": 1.2,
     "quantize-fp8-channel": 1.2,
+    "quantize-int4": 0.4,
+    "quantize-int8-channel": 0.4,
     "quantize-nvfp4": 0.4,
     "quantize-mxfp4": 0.4,
     "quantize-mxfp8": 0.4,

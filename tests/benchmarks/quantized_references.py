@@ -26,6 +26,9 @@ Weight = dict[str, torch.Tensor]
 Arithmetic = Callable[[Weight], object]
 PRESETS = {
     "fp8-channel": "FP8_DYNAMIC",
+    "int4": "W4A16",
+    "int8": "W8A16",
+    "int8-channel": "W8A8",
     "mxfp4": "MXFP4A16",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4A16",

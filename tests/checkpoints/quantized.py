@@ -11,7 +11,12 @@ import torch
 
 from tests.checkpoints.golden import Golden, State
 
-SCHEMES = ("fp8-block", "fp8-channel", "mxfp4", "mxfp8", "nvfp4")
+SCHEMES = (
+    *("fp8-block", "fp8-channel", "int4", "int8", "int8-channel"),
+    *("mxfp4", "mxfp8", "nvfp4"),
+)
+WIDE = ("int4", "int8")
+"""Their groups have 128 columns, so that they cannot quantize the ragged model of :func:`llama`."""
 PLAIN = ("lm_head.weight", "model.embed_tokens.weight")
 
 

@@ -25,7 +25,7 @@ from ckptctl.units import format_bytes
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
-from tests.checkpoints.quantized import DIGESTS, SCHEMES, llama, numbers
+from tests.checkpoints.quantized import DIGESTS, SCHEMES, WIDE, llama, numbers
 from tests.checkpoints.readers import raw_bytes
 from tests.integration.test_torchrun import launch
 
@@ -48,8 +48,10 @@ def quantized(source: Path, out: Path, scheme: str = CHANNEL, **options: Any) ->
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    save_hf(tmp_path / "source", *llama(ragged=True, dtype=torch.bfloat16), shards=2)
+def source(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    called = getattr(request.node, "callspec", None)
+    ragged = called is None or called.params.get("scheme") not in WIDE
+    save_hf(tmp_path / "source", *llama(ragged, dtype=torch.bfloat16), shards=2)
     return tmp_path / "source"
 
 
@@ -200,9 +202,12 @@ def test_requantize_in_one_run_matches_two_runs(tmp_path: Path, source: Path, sc
         quantized(tmp_path / "blocks", tmp_path / "refused", scheme)
 
 
-def test_reported_rounding_matches_dequantized_weights(tmp_path: Path, source: Path) -> None:
-    plain, _ = llama(ragged=True, dtype=torch.bfloat16)
-    options = ConversionOptions(to="hf", quantize="fp8-block")
+@pytest.mark.parametrize("scheme", ["fp8-block", "int4", "int8", "int8-channel"])
+def test_reported_rounding_matches_dequantized_weights(
+    tmp_path: Path, source: Path, scheme: str
+) -> None:
+    plain, _ = llama(scheme not in WIDE, dtype=torch.bfloat16)
+    options = ConversionOptions(to="hf", quantize=scheme)
     result = run_conversion(plan_conversion(source, tmp_path / "blocks", options))
     ckptctl.convert(tmp_path / "blocks", tmp_path / "back", to="hf", dequantize="fp32")
     back = read(tmp_path / "back")
@@ -214,11 +219,13 @@ def test_reported_rounding_matches_dequantized_weights(tmp_path: Path, source: P
         off = back[name].double() - plain[name].double()
         assert found["max_abs"] == pytest.approx(float(off.abs().max()), rel=1e-5)
         rms = float(off.norm() / plain[name].double().norm())
-        assert found["relative_rms"] == pytest.approx(rms, rel=1e-5) and 0.01 < rms < 0.1
+        assert found["relative_rms"] == pytest.approx(rms, rel=1e-5) and 0.002 < rms < 0.2
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("scheme", "ragged"),
+    [(scheme, ragged) for scheme in SCHEMES for ragged in (False, True)[: 2 - (scheme in WIDE)]],
+)
 def test_quantize_matches_reference_tools_bit_for_bit(
     tmp_path: Path, scheme: str, ragged: bool
 ) -> None:
@@ -343,7 +350,7 @@ def test_fused_projections_share_nvfp4_global_scale(tmp_path: Path, source: Path
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantizing_nan_or_infinity_is_refused(tmp_path: Path, scheme: str, value: float) -> None:
-    state, config = llama(ragged=True, dtype=torch.float32)
+    state, config = llama(scheme not in WIDE, dtype=torch.float32)
     state["model.layers.1.mlp.down_proj.weight"][130, 7] = value
     save_hf(tmp_path / "source", state, config)
     with pytest.raises(RefusedError, match="infinity, NaN") as caught:
@@ -395,6 +402,8 @@ def test_columns_not_divisible_by_group_size_are_refused(tmp_path: Path) -> None
         quantized(tmp_path / "source", tmp_path / "out", "mxfp8")
     assert "model.layers.0.mlp.down_proj.weight" in str(caught.value.where)
     quantized(tmp_path / "source", tmp_path / "out", "mxfp8", quantize_not="*.mlp.down_proj.*")
+    with pytest.raises(RefusedError, match=r"int4 requires .* a multiple of 128"):
+        quantized(tmp_path / "source", tmp_path / "out4", "int4")
 
 
 def test_stacked_experts_are_refused_with_layout_hint(tmp_path: Path) -> None:

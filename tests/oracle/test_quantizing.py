@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import ckptctl
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import State, digest
-from tests.checkpoints.quantized import DIGESTS, PLAIN, SCHEMES, llama
+from tests.checkpoints.quantized import DIGESTS, PLAIN, SCHEMES, WIDE, llama
 from tests.oracle.quantizers import FOLDER, load
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -36,6 +36,9 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 PRESETS = {
     "fp8-channel": "FP8_DYNAMIC",
+    "int4": "W4A16",
+    "int8": "W8A16",
+    "int8-channel": "W8A8",
     "mxfp4": "MXFP4A16",
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4A16",
@@ -67,9 +70,11 @@ def reference(scheme: str, folder: Path, out: Path) -> State:
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "ragged"),
+    [(scheme, ragged) for scheme in SCHEMES for ragged in (False, True)[: 2 - (scheme in WIDE)]],
+)
 @pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_reference_quantizers_match_stored_digests(
     tmp_path: Path, scheme: str, dtype: torch.dtype, ragged: bool
 ) -> None:
@@ -84,9 +89,16 @@ def test_reference_quantizers_match_stored_digests(
         assert found == DIGESTS[key]
 
 
+@pytest.mark.parametrize("scheme", WIDE)
+def test_reference_refuses_groups_that_do_not_divide_a_row(tmp_path: Path, scheme: str) -> None:
+    save_hf(tmp_path / "source", *llama(True, torch.bfloat16))
+    with pytest.raises(ValueError, match="Unable to quantize tensor"):
+        reference(scheme, tmp_path / "source", tmp_path / "out")
+
+
 @pytest.mark.parametrize("scheme", PRESETS)
 def test_quantization_config_matches_llm_compressor(tmp_path: Path, scheme: str) -> None:
-    save_hf(tmp_path / "source", *llama(True, torch.bfloat16))
+    save_hf(tmp_path / "source", *llama(scheme not in WIDE, torch.bfloat16))
     reference(scheme, tmp_path / "source", tmp_path / "wanted")
     ckptctl.convert(tmp_path / "source", tmp_path / "found", to="hf", quantize=scheme)
     wanted, found = (_config(tmp_path / name) for name in ("wanted", "found"))
@@ -127,9 +139,13 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS)}
 LOADED = [
     *((scheme, "llama") for scheme in SCHEMES),
-    # Of experts it stacks the scales of groups as if they were of rows (MXFP8), and leaves out the
-    # global one (NVFP4).
-    *((scheme, "qwen3_moe") for scheme in SCHEMES if scheme not in ("mxfp8", "nvfp4")),
+    # Of experts it stacks the scales of groups as if they were of rows (MXFP8), leaves out the
+    # global one (NVFP4), and reads integers only if they are packed.
+    *(
+        (scheme, "qwen3_moe")
+        for scheme in SCHEMES
+        if scheme not in ("int8-channel", "mxfp8", "nvfp4")
+    ),
 ]
 
 
@@ -157,4 +173,4 @@ def test_quantized_output_keeps_near_logits_in_transformers(
     found = logits(tmp_path / "out", quantization_config=blocks(dequantize=True))
     wanted = logits(tmp_path / "plain")
     off = float((found - wanted).norm() / wanted.norm())
-    assert 0.002 < off < (0.35 if "fp4" in scheme else 0.08)
+    assert 0.002 < off < (0.35 if "4" in scheme else 0.08)

@@ -16,6 +16,11 @@ global scale, by which all scales are multiplied. Sources: compressed-tensors'
 ``calculate_qparams``, ``generate_mx_scales``, ``generate_gparam`` and ``pack_fp4_to_uint8``, as
 llm-compressor's ``model_free_ptq`` calls them.
 
+``to_int4`` and ``to_int8``: symmetric integers with a scale for each 128 elements, made unsigned by
+an offset and packed into int32 from the lowest bits. ``to_int8_channel``: int8, a scale for each
+row. ``to_weight_shape``: the shape of the weight, which is stored next to packed integers. Sources:
+``calculate_qparams``, ``quantize`` and ``pack_to_int32`` of compressed-tensors.
+
 ``to_nvfp4_global`` is that global scale, shared by weights that programs fuse. Its inputs are of
 the kind ``largest``: the largest absolute value of a weight, computed once.
 """
@@ -56,6 +61,9 @@ Near this multiple of 2 ** e, the spacing of float32 numbers is 2 ** (e - 1), as
 """
 E2M1_OF_HALVES = 2.0**-14
 """Factor that maps E2M1 values to float16 values with the same lowest exponent bit."""
+ROUND_TO_INTEGER = 1.5 * 2.0**23
+"""Summand that rounds a float32 to an integer, with ties to even, which its lowest bits contain."""
+BYTE_BITS = 8
 CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
 """Shifts and masks that convert two scaled float16 in an int32 to two E2M1 codes in a byte."""
 
@@ -73,6 +81,8 @@ class _BlockScheme:
         is_float32: Whether to compute in float32 regardless of the weight's dtype.
         is_inverse: Whether *compute_divisors* returns factors instead of divisors.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
+        integer_bits: Bits of an integer, or 0 if elements are floating-point.
+        columns_per_element: Number of columns of the weight that a stored element contains.
     """
 
     rows: int
@@ -82,13 +92,15 @@ class _BlockScheme:
     is_float32: bool = False
     is_inverse: bool = False
     is_packed: bool = False
+    integer_bits: int = 0
+    columns_per_element: int = 1
 
 
 def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
     """Fill *out* with quantized elements, and return a summary of the rounding errors."""
     weight, shape, global_scale = _parse_inputs(out)
-    per_byte = 2 if scheme.is_packed else 1
-    columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
+    per_element = scheme.columns_per_element
+    columns = range(out.columns.start * per_element, out.columns.stop * per_element)
     total = NO_ROUNDING
     for block_rows in _split_into_blocks(
         out.rows, shape[0], scheme.rows, _get_chunk_elements(out) // max(shape[1], 1)
@@ -108,9 +120,9 @@ def _quantize_elements(scheme: _BlockScheme, out: OutputRectangle) -> Rounding:
             target = out.elements[wanted.rows.start - out.rows.start :][: len(wanted.rows)]
             first_column = wanted.columns.start - columns.start
             target = target[
-                :, first_column // per_byte : (first_column + len(wanted.columns)) // per_byte
+                :, first_column // per_element : (first_column + len(wanted.columns)) // per_element
             ]
-            target.copy_(wanted.select_from(codes, per_byte))
+            target.copy_(wanted.select_from(codes, per_element))
     return total
 
 
@@ -243,7 +255,7 @@ class _Blocks:
         )
 
     def quantize_blocks(self, divisors: torch.Tensor) -> torch.Tensor:
-        """Quantize the blocks and return their codes, ``[rows, columns or bytes]``.
+        """Quantize the blocks and return their codes, ``[rows, columns or bytes or words]``.
 
         Quotients are rounded to the dtype in which torch would compute them.
         """
@@ -259,6 +271,8 @@ class _Blocks:
         dtype = torch.promote_types(self._dtype, divisors.dtype)
         if dtype != torch.float32 and not self._scheme.is_float32:
             values.copy_(self._allocate("narrow", str(dtype).removeprefix("torch.")).copy_(values))
+        if self._scheme.integer_bits:
+            return self._round_to_integers(self._scheme.integer_bits)
         return self._round_to_e2m1() if self._scheme.is_packed else self._round_to_e4m3()
 
     def measure_rounding(self, part: _OutputPart) -> Rounding:
@@ -289,6 +303,29 @@ class _Blocks:
         values.copy_(halves.view(self._shape))
         return self._as_matrix(codes)
 
+    def _round_to_integers(self, bits: int) -> torch.Tensor:
+        """Round the quotients to integers and return their codes, packed if the scheme packs."""
+        import torch
+
+        half = 1 << (bits - 1)
+        packs = self._scheme.columns_per_element > 1
+        shift = ROUND_TO_INTEGER + half if packs else ROUND_TO_INTEGER
+        values = self._values.clamp_(-half, half - 1).add_(shift)
+        codes = self._allocate("codes", "uint8" if packs else "int8")
+        codes.copy_(values.view(torch.int32))
+        values.sub_(shift)
+        if packs and 2 * bits == BYTE_BITS:
+            pairs = codes.view(torch.int16)
+            moved, halves = (
+                self._allocate(*buffer).view(-1)[: pairs.numel()].view(pairs.shape)
+                for buffer in (("moved", "int16"), ("pairs", "uint8"))
+            )
+            codes = halves.copy_(
+                torch.bitwise_right_shift(pairs, bits, out=moved).bitwise_or_(pairs)
+            )
+        matrix = self._as_matrix(codes)
+        return matrix.view(torch.int32) if packs else matrix
+
     def _round_to_e2m1(self) -> torch.Tensor:
         """Round the quotients to E2M1 and return their codes, two in a byte, low half first.
 
@@ -316,8 +353,8 @@ class _Blocks:
         return self._out.get_scratch(f"quantize {use}", dtype, self._size).view(self._shape)
 
     def _as_matrix(self, blocks: torch.Tensor) -> torch.Tensor:
-        rows, block_rows, columns, block_columns = self._shape
-        return blocks.view(rows * block_rows, columns * block_columns)
+        rows, block_rows, columns, _ = self._shape
+        return blocks.view(rows * block_rows, columns * blocks.shape[-1])
 
 
 def _require_finite(weight: InputTensor, values: torch.Tensor) -> torch.Tensor:
@@ -343,6 +380,15 @@ def _compute_fp8_scales(largest: torch.Tensor, _: torch.Tensor | None) -> torch.
     import torch
 
     scales = _divide(largest, FP8_MAX)
+    return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
+
+
+def _compute_integer_scales(
+    largest: torch.Tensor, _: torch.Tensor | None, *, bits: int
+) -> torch.Tensor:
+    import torch
+
+    scales = largest / (((1 << bits) - 1) / 2)
     return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 
@@ -448,12 +494,39 @@ def _compute_global_scale(out: OutputRectangle) -> None:
 
 
 MXFP8 = _BlockScheme(1, 32, partial(_compute_power_scales, offset=8), _to_e8m0)
-MXFP4 = _BlockScheme(1, 32, partial(_compute_power_scales, offset=2), _to_e8m0, is_packed=True)
-NVFP4 = _BlockScheme(1, 16, _compute_nvfp4_scales, _keep_scales, is_packed=True)
+MXFP4 = _BlockScheme(
+    1,
+    32,
+    partial(_compute_power_scales, offset=2),
+    _to_e8m0,
+    is_packed=True,
+    columns_per_element=2,
+)
+NVFP4 = _BlockScheme(
+    1, 16, _compute_nvfp4_scales, _keep_scales, is_packed=True, columns_per_element=2
+)
 FP8_CHANNEL = _BlockScheme(1, 0, _compute_fp8_scales, _keep_scales)
 FP8_BLOCK = _BlockScheme(
     128, 128, _compute_inverse_scales, lambda scales: 1.0 / scales, is_float32=True, is_inverse=True
 )
+
+
+def _build_integer_scheme(bits: int, columns: int, columns_per_element: int) -> _BlockScheme:
+    return _BlockScheme(
+        1,
+        columns,
+        partial(_compute_integer_scales, bits=bits),
+        _keep_scales,
+        integer_bits=bits,
+        columns_per_element=columns_per_element,
+    )
+
+
+def _write_weight_shape(out: OutputRectangle) -> None:
+    import torch
+
+    (weight,) = out.inputs
+    out.write(torch.tensor(weight.entry.shape))
 
 
 def _build_kinds(name: str, scheme: _BlockScheme) -> dict[str, Kind]:
@@ -469,6 +542,10 @@ KINDS = {
     **_build_kinds("mxfp8", MXFP8),
     **_build_kinds("mxfp4", MXFP4),
     **_build_kinds("nvfp4", NVFP4),
+    **_build_kinds("int4", _build_integer_scheme(4, 128, 8)),
+    **_build_kinds("int8", _build_integer_scheme(8, 128, 4)),
+    **_build_kinds("int8_channel", _build_integer_scheme(8, 0, 1)),
+    "to_weight_shape": Kind(_write_weight_shape),
     "to_nvfp4_global": Kind(_compute_global_scale),
     "largest": Kind(_compute_largest),
 }

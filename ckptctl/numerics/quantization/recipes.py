@@ -15,14 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
-FP8, FP4 = "float8_e4m3fn", "uint8"
+FP8, FP4, INT8, WORDS = "float8_e4m3fn", "uint8", "int8", "int32"
 FP8_BLOCK_SIZE = 128
 """Number of rows, and of columns, in an FP8 block, as in DeepSeek-V3."""
-MX_GROUP_SIZE, NVFP4_GROUP_SIZE = 32, 16
+MX_GROUP_SIZE, NVFP4_GROUP_SIZE, INTEGER_GROUP_SIZE = 32, 16, 128
 """Number of consecutive elements that share a scale.
 
-Scales are powers of two (E8M0) in MX formats, and FP8 in NVFP4.
+Scales are powers of two (E8M0) in MX formats, and FP8 in NVFP4. Scales of integers have the dtype
+of the weight.
 """
+WORD_BITS = 32
 COMPRESSED_TENSORS_VERSION = "0.20.0"
 
 Json = Mapping[str, object]
@@ -38,12 +40,14 @@ class StoredPart:
         dtype: Name of the torch dtype, or empty for the dtype of the weight.
         block: Numbers of rows and columns of the weight (0 for all) that one element of the tensor
             covers, or None if the tensor is a single number.
+        is_shape: Whether the tensor is the shape of the weight.
     """
 
     suffix: str
     kind: str
     dtype: str
     block: tuple[int, int] | None
+    is_shape: bool = False
 
     def compute_stored_shape(self, weight_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of this tensor, given the shape of the weight.
@@ -51,7 +55,7 @@ class StoredPart:
         *weight_shape* is ``[rows, columns]`` or ``[experts, rows, columns]``.
         """
         if self.block is None:
-            return (1,)
+            return (len(weight_shape) if self.is_shape else 1,)
         (*stack, rows, columns), (block_rows, block_columns) = weight_shape, self.block
         return (
             *stack,
@@ -103,12 +107,13 @@ def _build_fine_grained_config(ignored: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _build_float_settings(
-    bits: int, strategy: str, group: int | None = None, scale: str = ""
+def _build_settings(
+    number_type: str, bits: int, strategy: str, group: int | None = None, scale: str = ""
 ) -> dict[str, object]:
-    """Build the compressed-tensors settings of symmetric floats with static scales.
+    """Build the compressed-tensors settings of symmetric weights with static scales.
 
     Args:
+        number_type: ``float`` or ``int``.
         bits: Bits of an element.
         strategy: Value of ``strategy``, which states the elements that share a scale.
         group: Number of consecutive elements in a group, or None if the strategy has no groups.
@@ -116,7 +121,7 @@ def _build_float_settings(
     """
     return {
         "num_bits": bits,
-        "type": "float",
+        "type": number_type,
         "symmetric": True,
         "group_size": group,
         "strategy": strategy,
@@ -159,7 +164,16 @@ def _make_config_builder(
     return build_config
 
 
-_MXFP8 = _build_float_settings(8, "group", MX_GROUP_SIZE, "uint8")
+def _build_packed_parts(name: str, bits: int) -> tuple[StoredPart, ...]:
+    """Build the stored parts of integers in int32 words, computed by the kinds of *name*."""
+    return (
+        StoredPart(PACKED, f"to_{name}", WORDS, (1, WORD_BITS // bits)),
+        StoredPart(SCALE, f"to_{name}_scales", "", (1, INTEGER_GROUP_SIZE)),
+        StoredPart(".weight_shape", "to_weight_shape", "int64", None, is_shape=True),
+    )
+
+
+_MXFP8 = _build_settings("float", 8, "group", MX_GROUP_SIZE, "uint8")
 _GLOBAL = StoredPart(".weight_global_scale", "to_nvfp4_global", "float32", None)
 
 RECIPES = (
@@ -188,8 +202,39 @@ RECIPES = (
         ),
         build_config=_make_config_builder(
             "float-quantized",
-            _build_float_settings(8, "channel"),
-            _build_float_settings(8, "token"),
+            _build_settings("float", 8, "channel"),
+            _build_settings("float", 8, "token"),
+        ),
+    ),
+    Recipe(
+        name="int4",
+        title=f"INT4 with one scale per {INTEGER_GROUP_SIZE} elements",
+        parts=_build_packed_parts("int4", 4),
+        build_config=_make_config_builder(
+            "pack-quantized", _build_settings("int", 4, "group", INTEGER_GROUP_SIZE)
+        ),
+        column_multiple=INTEGER_GROUP_SIZE,
+    ),
+    Recipe(
+        name="int8",
+        title=f"INT8 with one scale per {INTEGER_GROUP_SIZE} elements",
+        parts=_build_packed_parts("int8", 8),
+        build_config=_make_config_builder(
+            "pack-quantized", _build_settings("int", 8, "group", INTEGER_GROUP_SIZE)
+        ),
+        column_multiple=INTEGER_GROUP_SIZE,
+    ),
+    Recipe(
+        name="int8-channel",
+        title="INT8 with one scale per row",
+        parts=(
+            StoredPart(WEIGHT, "to_int8_channel", INT8, (1, 1)),
+            StoredPart(SCALE, "to_int8_channel_scales", "", (1, 0)),
+        ),
+        build_config=_make_config_builder(
+            "int-quantized",
+            _build_settings("int", 8, "channel"),
+            _build_settings("int", 8, "token"),
         ),
     ),
     Recipe(
@@ -200,7 +245,7 @@ RECIPES = (
             StoredPart(SCALE, "to_mxfp4_scales", "uint8", (1, MX_GROUP_SIZE)),
         ),
         build_config=_make_config_builder(
-            "mxfp4-pack-quantized", _build_float_settings(4, "group", MX_GROUP_SIZE, "uint8")
+            "mxfp4-pack-quantized", _build_settings("float", 4, "group", MX_GROUP_SIZE, "uint8")
         ),
         column_multiple=MX_GROUP_SIZE,
     ),
@@ -224,7 +269,8 @@ RECIPES = (
             _GLOBAL,
         ),
         build_config=_make_config_builder(
-            "nvfp4-pack-quantized", _build_float_settings(4, "tensor_group", NVFP4_GROUP_SIZE, FP8)
+            "nvfp4-pack-quantized",
+            _build_settings("float", 4, "tensor_group", NVFP4_GROUP_SIZE, FP8),
         ),
         column_multiple=NVFP4_GROUP_SIZE,
         shared_part=_GLOBAL,

@@ -21,6 +21,8 @@ FILE = "model.safetensors"
 PARTS = {
     "fp8-block": ("", "_scale_inv"),
     "fp8-channel": ("", "_scale"),
+    "int4": ("_packed", "_scale", "_shape"),
+    "int8-channel": ("", "_scale"),
     "mxfp8": ("", "_scale"),
     "mxfp4": ("_packed", "_scale"),
     "nvfp4": ("_packed", "_scale", "_global_scale"),
@@ -44,7 +46,7 @@ def test_missing_or_wrong_quantization_part_is_reported(tmp_path: Path, recipe: 
     assert not ckptctl.verify(source).findings
     changes: list[tuple[str, Callable[[State, str], None]]]
     changes = [(part, gone) for part in PARTS[recipe]]
-    changes += [("" if recipe.startswith(("fp8", "mxfp8")) else "_packed", half)]
+    changes += [(PARTS[recipe][0], half)]
     for part, change in changes:
         copy = tmp_path / "copy"
         shutil.copytree(source, copy)
