@@ -96,6 +96,7 @@ def _require_supported_options(options: ConversionOptions, target: WritableForma
     format_specific = {
         ("--mp", "meta", "deepseek"): options.mp > 1 and not target.parallel,
         ("--quantize", "hf"): options.quantize is not None and target.name != "hf",
+        ("--repack", "hf"): options.repack is not None and target.name != "hf",
         ("--experts", "peft"): options.experts is not None and target.name != "peft",
     }
     for (name, *target_names), is_unsupported in format_specific.items():

@@ -255,6 +255,21 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
 class ConversionOptions(WriteOptions, _TargetFormatOptions):
     """Options of a conversion (``ckptctl convert --help``)."""
 
+    repack: Annotated[
+        Literal["compressed-tensors"] | None,
+        Option(
+            "Store quantized weights (AWQ, GPTQ, ModelOpt NVFP4) in another format without "
+            "rounding: compressed-tensors.",
+            metavar="FORMAT",
+            panel="Format and model",
+            excludes=(
+                OptionConflict("dequantize", "repacked weights stay quantized"),
+                OptionConflict("quantize", "the weights are quantized already"),
+                OptionConflict("dtype", "repacked weights keep their values"),
+                OptionConflict("allow_missing", "it needs a complete source"),
+            ),
+        ),
+    ] = None
     experts: Annotated[
         Literal["apart", "stacked"] | None,
         Option(

@@ -29,11 +29,14 @@ class Quantization:
         parts: Maps the name of each quantized tensor and each scale tensor to the name of the
             original tensor that it is computed from.
         config: Value of the field ``quantization_config`` in the output's config.json.
+        is_lossless: Whether the weights were quantized already and keep their values
+            (``--repack``).
     """
 
     original_tensors: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
     config: Mapping[str, object] = field(default_factory=dict)
+    is_lossless: bool = False
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def build_provenance(draft: Draft) -> dict[str, object]:
         "layout": draft.model.layout,
         "model_type": draft.model.model_type,
     }
-    if draft.quantization:
+    if draft.quantization and draft.options.quantize:
         fields["quantized"] = draft.options.quantize
     if draft.missing:
         fields["missing"] = list(draft.missing)

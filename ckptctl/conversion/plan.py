@@ -255,7 +255,14 @@ class ConversionPlan(
     @property
     def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
         """Names, before quantization, of the weights that `--quantize` quantizes."""
-        return self.quantization.weights if self.quantization else ()
+        quantization = self.quantization
+        return quantization.weights if quantization and not quantization.is_lossless else ()
+
+    @property
+    def repacked(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Dequantized names of the weights that `--repack` stores in another format."""
+        quantization = self.quantization
+        return quantization.weights if quantization and quantization.is_lossless else ()
 
     @property
     def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
@@ -382,7 +389,7 @@ class ConversionResult(Result):
     def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
         """Quantization error of each weight, by its name before quantization."""
         quantization = self.plan.quantization
-        if quantization is None:
+        if quantization is None or quantization.is_lossless:
             return {}
         errors = {quantization.parts[name]: rounding for name, rounding in self.rounded.items()}
         return {name: errors.get(name, NO_ROUNDING) for name in quantization.weights}

@@ -78,6 +78,9 @@ BUILT_IN = (
         "dequantize", "source", 20, _defer_import("numerics.dequantizing:dequantize"), "dequantize"
     ),
     Step(
+        "read-packed", "source", 20, _defer_import("numerics.repacking:prepare_repacking"), "repack"
+    ),
+    Step(
         "stacks",
         "model",
         10,
@@ -90,6 +93,7 @@ BUILT_IN = (
     ),
     Step("keep-scales", "layout", 10, _defer_import("numerics.dequantizing:check_scales_kept")),
     Step("quantize", "output", 10, _defer_import("numerics.quantizing:quantize"), "quantize"),
+    Step("repack", "output", 10, _defer_import("numerics.repacking:repack"), "repack"),
     Step("keep-blocks", "output", 20, _defer_import("numerics.dequantizing:check_blocks_intact")),
     Step(
         "describe-adapter", "output", 30, _defer_import("adapters.adapter_files:describe_adapter")

@@ -157,7 +157,7 @@ def summarize_conversion(draft: Draft, output: Draft) -> Summary:
         kinds["regrouped"],
         kinds["repeated"],
         TensorCounts(len(quantization.weights), len(quantization.parts))
-        if quantization
+        if quantization and not quantization.is_lossless
         else TensorCounts(),
     )
 

@@ -62,7 +62,7 @@ def quantize(draft: Draft) -> Draft:
         )
     quantization = Quantization(draft.tensors, parts)
     quantization = replace(
-        quantization, config=recipe.build_config(_list_ignored_modules(quantization))
+        quantization, config=recipe.build_config(list_ignored_modules(quantization))
     )
     draft.notes.add(
         _build_summary_note(quantization, recipe),
@@ -91,7 +91,7 @@ def _build_summary_note(quantization: Quantization, recipe: Recipe) -> str:
     )
 
 
-def _list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
+def list_ignored_modules(quantization: Quantization) -> tuple[str, ...]:
     """List the unquantized modules that the quantization config must declare.
 
     Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own, but

@@ -382,7 +382,14 @@ def _to_word_range(integer_range: range, bits: int) -> range:
 
 
 def _unpack_awq(words: torch.Tensor, allocate: ScratchAllocator = _allocate_tensor) -> torch.Tensor:
-    """Unpack integers in AWQ's order, ``[rows, columns]``.
+    """Unpack integers in AWQ's order, ``[rows, columns]``."""
+    return unpack_integers(restore_awq_order(words, allocate), FOUR_BITS, 1, allocate)
+
+
+def restore_awq_order(
+    words: torch.Tensor, allocate: ScratchAllocator = _allocate_tensor
+) -> torch.Tensor:
+    """Sort the integers of words in AWQ's order, in place if *words* are contiguous.
 
     Nibbles 0 to 7 of a word are columns 0, 2, 4, 6, 1, 3, 5, 7. Two exchanges restore the order.
     """
@@ -394,7 +401,7 @@ def _unpack_awq(words: torch.Tensor, allocate: ScratchAllocator = _allocate_tens
         torch.bitwise_right_shift(words, bits, out=swap)
         swap.bitwise_xor_(words).bitwise_and_(mask)
         words.bitwise_xor_(swap).bitwise_xor_(swap.bitwise_left_shift_(bits))
-    return unpack_integers(words, FOUR_BITS, 1, allocate)
+    return words
 
 
 KINDS = {

@@ -525,8 +525,8 @@ def _build_integer_scheme(bits: int, columns: int, columns_per_element: int) -> 
 def _write_weight_shape(out: OutputRectangle) -> None:
     import torch
 
-    (weight,) = out.inputs
-    out.write(torch.tensor(weight.entry.shape))
+    shape = out.inputs[0].entry.shape if out.inputs else out.arguments
+    out.write(torch.tensor(shape))
 
 
 def _build_kinds(name: str, scheme: _BlockScheme) -> dict[str, Kind]:

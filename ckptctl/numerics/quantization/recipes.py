@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
+SHAPE = ".weight_shape"
 FP8, FP4, INT8, WORDS = "float8_e4m3fn", "uint8", "int8", "int32"
 FP8_BLOCK_SIZE = 128
 """Number of rows, and of columns, in an FP8 block, as in DeepSeek-V3."""
@@ -107,7 +108,7 @@ def _build_fine_grained_config(ignored: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _build_settings(
+def build_weight_settings(
     number_type: str, bits: int, strategy: str, group: int | None = None, scale: str = ""
 ) -> dict[str, object]:
     """Build the compressed-tensors settings of symmetric weights with static scales.
@@ -125,12 +126,11 @@ def _build_settings(
         "symmetric": True,
         "group_size": group,
         "strategy": strategy,
-        "dynamic": False,
         **({"scale_dtype": f"torch.{scale}"} if scale else {}),
     }
 
 
-def _make_config_builder(
+def make_config_builder(
     layout: str, weights: Json, inputs: Json | None = None
 ) -> Callable[[Sequence[str]], dict[str, object]]:
     """Return a function that builds a compressed-tensors config for linear layers.
@@ -144,8 +144,8 @@ def _make_config_builder(
     def build_config(ignored: Sequence[str]) -> dict[str, object]:
         group_settings = {
             "targets": ["Linear"],
-            "weights": dict(weights),
-            "input_activations": None if inputs is None else {**inputs, "dynamic": True},
+            "weights": {**weights, "dynamic": False},
+            "input_activations": None if inputs is None else {"dynamic": True, **inputs},
             "output_activations": None,
             "format": layout,
         }
@@ -169,11 +169,11 @@ def _build_packed_parts(name: str, bits: int) -> tuple[StoredPart, ...]:
     return (
         StoredPart(PACKED, f"to_{name}", WORDS, (1, WORD_BITS // bits)),
         StoredPart(SCALE, f"to_{name}_scales", "", (1, INTEGER_GROUP_SIZE)),
-        StoredPart(".weight_shape", "to_weight_shape", "int64", None, is_shape=True),
+        StoredPart(SHAPE, "to_weight_shape", "int64", None, is_shape=True),
     )
 
 
-_MXFP8 = _build_settings("float", 8, "group", MX_GROUP_SIZE, "uint8")
+_MXFP8 = build_weight_settings("float", 8, "group", MX_GROUP_SIZE, "uint8")
 _GLOBAL = StoredPart(".weight_global_scale", "to_nvfp4_global", "float32", None)
 
 RECIPES = (
@@ -200,18 +200,18 @@ RECIPES = (
             StoredPart(WEIGHT, "to_fp8_channel", FP8, (1, 1)),
             StoredPart(SCALE, "to_fp8_channel_scales", "", (1, 0)),
         ),
-        build_config=_make_config_builder(
+        build_config=make_config_builder(
             "float-quantized",
-            _build_settings("float", 8, "channel"),
-            _build_settings("float", 8, "token"),
+            build_weight_settings("float", 8, "channel"),
+            build_weight_settings("float", 8, "token"),
         ),
     ),
     Recipe(
         name="int4",
         title=f"INT4 with one scale per {INTEGER_GROUP_SIZE} elements",
         parts=_build_packed_parts("int4", 4),
-        build_config=_make_config_builder(
-            "pack-quantized", _build_settings("int", 4, "group", INTEGER_GROUP_SIZE)
+        build_config=make_config_builder(
+            "pack-quantized", build_weight_settings("int", 4, "group", INTEGER_GROUP_SIZE)
         ),
         column_multiple=INTEGER_GROUP_SIZE,
     ),
@@ -219,8 +219,8 @@ RECIPES = (
         name="int8",
         title=f"INT8 with one scale per {INTEGER_GROUP_SIZE} elements",
         parts=_build_packed_parts("int8", 8),
-        build_config=_make_config_builder(
-            "pack-quantized", _build_settings("int", 8, "group", INTEGER_GROUP_SIZE)
+        build_config=make_config_builder(
+            "pack-quantized", build_weight_settings("int", 8, "group", INTEGER_GROUP_SIZE)
         ),
         column_multiple=INTEGER_GROUP_SIZE,
     ),
@@ -231,10 +231,10 @@ RECIPES = (
             StoredPart(WEIGHT, "to_int8_channel", INT8, (1, 1)),
             StoredPart(SCALE, "to_int8_channel_scales", "", (1, 0)),
         ),
-        build_config=_make_config_builder(
+        build_config=make_config_builder(
             "int-quantized",
-            _build_settings("int", 8, "channel"),
-            _build_settings("int", 8, "token"),
+            build_weight_settings("int", 8, "channel"),
+            build_weight_settings("int", 8, "token"),
         ),
     ),
     Recipe(
@@ -244,8 +244,9 @@ RECIPES = (
             StoredPart(PACKED, "to_mxfp4", FP4, (1, 2)),
             StoredPart(SCALE, "to_mxfp4_scales", "uint8", (1, MX_GROUP_SIZE)),
         ),
-        build_config=_make_config_builder(
-            "mxfp4-pack-quantized", _build_settings("float", 4, "group", MX_GROUP_SIZE, "uint8")
+        build_config=make_config_builder(
+            "mxfp4-pack-quantized",
+            build_weight_settings("float", 4, "group", MX_GROUP_SIZE, "uint8"),
         ),
         column_multiple=MX_GROUP_SIZE,
     ),
@@ -256,7 +257,7 @@ RECIPES = (
             StoredPart(WEIGHT, "to_mxfp8", FP8, (1, 1)),
             StoredPart(SCALE, "to_mxfp8_scales", "uint8", (1, MX_GROUP_SIZE)),
         ),
-        build_config=_make_config_builder("mxfp8-quantized", _MXFP8, _MXFP8),
+        build_config=make_config_builder("mxfp8-quantized", _MXFP8, _MXFP8),
         column_multiple=MX_GROUP_SIZE,
     ),
     # Weights only: quantizing activations to FP4 requires calibration data.
@@ -268,9 +269,9 @@ RECIPES = (
             StoredPart(SCALE, "to_nvfp4_scales", FP8, (1, NVFP4_GROUP_SIZE)),
             _GLOBAL,
         ),
-        build_config=_make_config_builder(
+        build_config=make_config_builder(
             "nvfp4-pack-quantized",
-            _build_settings("float", 4, "tensor_group", NVFP4_GROUP_SIZE, FP8),
+            build_weight_settings("float", 4, "tensor_group", NVFP4_GROUP_SIZE, FP8),
         ),
         column_multiple=NVFP4_GROUP_SIZE,
         shared_part=_GLOBAL,
