@@ -161,3 +161,30 @@ def test_merging_expert_adapters_keeps_logits(tmp_path: Path, kind: str) -> None
         )
         with torch.no_grad():
             assert distance(model(tokens()).logits, want) <= 2e-6
+
+
+@pytest.mark.parametrize("experts", ["apart", "stacked"])
+def test_grouped_automodel_adapter_keeps_its_logits_in_peft(tmp_path: Path, experts: str) -> None:
+    """What ``GroupedExpertsLoRA`` adds to its ``[E, in, out]`` weights is what PEFT computes."""
+    model = base_model("qwen3_moe", tmp_path / "base")
+    grouped: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for layer in range(2):
+            shapes = {"gate_and_up": (WIDTH, 2 * INNER), "down": (INNER, WIDTH)}
+            stacks = model.model.layers[layer].mlp.experts
+            for name, (into, out) in shapes.items():
+                a, b = 0.3 * torch.randn(EXPERTS, into, RANK), 0.3 * torch.randn(EXPERTS, RANK, out)
+                base = f"base_model.model.model.layers.{layer}.mlp.experts.lora_{name}"
+                grouped |= {f"{base}_A": a, f"{base}_B": b}
+                stack = stacks.gate_up_proj if name == "gate_and_up" else stacks.down_proj
+                stack += 5 / RANK * (a @ b).transpose(1, 2)
+        want = model(tokens()).logits
+    (tmp_path / "grouped").mkdir()
+    save_file(grouped, tmp_path / "grouped" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 5, "task_type": "CAUSAL_LM"}
+    config |= {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    (tmp_path / "grouped" / "adapter_config.json").write_text(json.dumps(config))
+    options: Any = {"to": "peft", "assets": tmp_path / "base"}
+    options |= {"experts": "stacked"} if experts == "stacked" else {}
+    ckptctl.convert(tmp_path / "grouped", tmp_path / "out", **options)
+    assert distance(logits(tmp_path / "base", tmp_path / "out"), want) <= 2e-6
