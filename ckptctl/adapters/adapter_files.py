@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.adapters.grouped_factors import split_grouped_factors
+from ckptctl.adapters.grouped_factors import normalize_factors
 from ckptctl.adapters.peft import (
     MERGEABLE_FIELDS,
     TARGET_PARAMETERS,
@@ -48,7 +48,7 @@ from ckptctl.units import pluralize
 
 def open_adapter(draft: Draft) -> Draft:
     """Keep only the LoRA factors for adapter formats, and read the model's config files."""
-    catalog, assets, target = split_grouped_factors(draft.catalog), draft.assets, draft.target
+    catalog, assets, target = normalize_factors(draft.catalog), draft.assets, draft.target
     if target.adapters:
         catalog = select_factors(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")

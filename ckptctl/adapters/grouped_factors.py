@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ckptctl.adapters.expert_columns import restore_column_order
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import UnsupportedError
@@ -68,6 +69,11 @@ class _GroupedFactor:
     def rank(self) -> int:
         """Rank of the factor."""
         return self.matrix_shape[0 if self.side == "A" else 1]
+
+
+def normalize_factors(catalog: Catalog) -> Catalog:
+    """Return an adapter whose experts' factors have PEFT's names, shapes and order of columns."""
+    return split_grouped_factors(restore_column_order(catalog))
 
 
 def split_grouped_factors(catalog: Catalog) -> Catalog:

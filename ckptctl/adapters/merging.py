@@ -19,7 +19,7 @@ from ckptctl.adapters.expert_adapters import (
     iterate_expert_deltas,
     unstack_for_model,
 )
-from ckptctl.adapters.grouped_factors import split_grouped_factors
+from ckptctl.adapters.grouped_factors import normalize_factors
 from ckptctl.adapters.peft import (
     FLOAT_DTYPES,
     MERGEABLE_FIELDS,
@@ -136,7 +136,7 @@ class AdapterMerge:
 
     def __init__(self, path: TreePath, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = select_factors(split_grouped_factors(formats.open_checkpoint(path)))
+        self.adapter = select_factors(normalize_factors(formats.open_checkpoint(path)))
         require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ARGUMENT_ORDER_HINT)
         self.config = find_adapter_config(self.adapter)
         self.settings: AdapterSettings = parse_adapter_settings(
