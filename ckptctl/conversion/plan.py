@@ -391,7 +391,10 @@ class ConversionResult(Result):
         quantization = self.plan.quantization
         if quantization is None or quantization.is_lossless:
             return {}
-        errors = {quantization.parts[name]: rounding for name, rounding in self.rounded.items()}
+        errors: dict[str, Rounding] = {}
+        for part_name, rounding in self.rounded.items():
+            name = quantization.parts[part_name]
+            errors[name] = errors.get(name, NO_ROUNDING) + rounding
         return {name: errors.get(name, NO_ROUNDING) for name in quantization.weights}
 
     @property

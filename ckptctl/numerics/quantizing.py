@@ -7,7 +7,7 @@ dtype, after dequantizing or merging. The unquantized tensors are virtual too an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ckptctl.catalog import ComputedTensor, ComputeInput, build_computed_name
@@ -16,6 +16,7 @@ from ckptctl.conversion.transfers import build_target_tensor
 from ckptctl.errors import MappingError, RefusedError, UsageError, format_option, quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.numerics.quantization.linear_weights import (
+    EXPERT_LAYERS_BY_STACK,
     Role,
     TensorRoles,
     find_expert_stack_groups,
@@ -24,10 +25,11 @@ from ckptctl.numerics.quantization.linear_weights import (
 )
 from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, get_recipes_by_name
 from ckptctl.numerics.quantized import find_quantized_tensors
-from ckptctl.planner.copying.blocks import build_rearranged_file
+from ckptctl.planner.copying.blocks import build_rearranged_file, build_view
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange
+from ckptctl.planner.strided import StridedTensor
 from ckptctl.units import format_bytes, pluralize
 
 HEAD_MODULE = "lm_head"
@@ -39,9 +41,12 @@ def quantize(draft: Draft) -> Draft:
     """Replace the weights that ``--quantize`` selects by virtual quantized tensors."""
     recipe = get_recipes_by_name()[draft.options.quantize or ""]
     selected = _select_tensors(draft, recipe)
-    builder = _QuantizedTensorBuilder(
-        draft, recipe, map_fused_groups([tensor.name for tensor in selected])
-    )
+    slices = {
+        tensor.name: list(_split_experts(tensor))
+        for tensor in selected
+        if _is_split_into_experts(tensor, recipe)
+    }
+    builder = _QuantizedTensorBuilder(draft, recipe, selected, slices)
     parts_by_name = {tensor.name: builder.build_parts(tensor) for tensor in selected}
     tensors = [
         output_tensor
@@ -67,7 +72,8 @@ def quantize(draft: Draft) -> Draft:
     draft.notes.add(
         _build_summary_note(quantization, recipe),
         *_note_misaligned_fusion(recipe, selected),
-        *_note_stacked_experts(selected, draft.change),
+        *_note_stacked_experts([one for one in selected if one.name not in slices], draft.change),
+        *_note_split_experts(slices),
     )
     return replace(
         draft,
@@ -140,6 +146,16 @@ def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange
             "with FP8 support, and ignores their scales where it dequantizes"
         )
         yield "; ".join((note, *_unstack_hints(change.family)))
+
+
+def _note_split_experts(slices: Mapping[str, Sequence[_ExpertSlice]]) -> Iterator[str]:
+    """Yield a note if stacks of experts are stored with one tensor per expert."""
+    if slices:
+        count = sum(map(len, slices.values()))
+        yield (
+            f"split {pluralize(len(slices), 'stack')} of experts into {count:,} weights, because "
+            "programs that read this scheme require per-expert weights"
+        )
 
 
 # ------------------------------------------------------------------------------ which weights
@@ -288,6 +304,8 @@ def _require_readable_stack(
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
+    if not recipe.stack_multiples and role == "experts" and not any(_unstack_hints(family)):
+        return  # no layout has per-expert weights, so that quantization splits the stack
     if not recipe.stack_multiples:
         why = f"programs that read {recipe.name} require per-expert weights"
     elif role == "stacked":
@@ -324,6 +342,44 @@ def _has_transformers_names(layout: str) -> bool:
     return layout in (HF, BASE) or layout.startswith(f"{HF}-")
 
 
+# ------------------------------------------------------------------------- stacked experts
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertSlice:
+    """Weight of one linear layer of one expert in a stack.
+
+    Attributes:
+        tensor: The weight, under its per-expert name.
+        stack: The stack that contains it, ``[experts, rows, columns]``.
+        expert: Index of the expert.
+        first_row: Row of the expert's matrix with which the weight begins.
+    """
+
+    tensor: OutputTensor
+    stack: OutputTensor
+    expert: int
+    first_row: int
+
+
+def _is_split_into_experts(tensor: OutputTensor, recipe: Recipe) -> bool:
+    return len(tensor.shape) == 3 and not recipe.stack_multiples
+
+
+def _split_experts(stack: OutputTensor) -> Iterator[_ExpertSlice]:
+    """Yield the weights in a stack, with the names that llm-compressor and vLLM use."""
+    module, _, name = stack.name.rpartition(".")
+    layers = EXPERT_LAYERS_BY_STACK[name]
+    experts, rows, columns = stack.shape
+    layer_rows = rows // len(layers)
+    for expert in range(experts):
+        for number, layer in enumerate(layers):
+            weight_name = f"{module}.{expert}.{layer}{WEIGHT}"
+            shape = (layer_rows, columns)
+            tensor = OutputTensor(weight_name, stack.dtype, shape, (weight_name,))
+            yield _ExpertSlice(tensor, stack, expert, number * layer_rows)
+
+
 # ------------------------------------------------------------------------- virtual tensors
 
 
@@ -340,11 +396,22 @@ class _QuantizedTensorBuilder:
             inputs.
     """
 
-    def __init__(self, draft: Draft, recipe: Recipe, groups: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        recipe: Recipe,
+        selected: Sequence[OutputTensor],
+        slices: Mapping[str, Sequence[_ExpertSlice]],
+    ) -> None:
         self._recipe = recipe
-        self._groups = groups
+        self._slices_by_stack = slices
+        self._slices = {part.tensor.name: part for parts in slices.values() for part in parts}
+        weights = [tensor.name for tensor in selected if tensor.name not in slices]
+        self._groups = map_fused_groups([*weights, *self._slices])
         self._draft = draft
-        self._output = {tensor.name: tensor for tensor in draft.tensors}
+        self._output = {tensor.name: tensor for tensor in draft.tensors} | {
+            name: part.tensor for name, part in self._slices.items()
+        }
         self._entries = dict(draft.located.tensors)
         self._computed = dict(draft.located.computed)
         self.catalog = replace(draft.located, tensors=self._entries, computed=self._computed)
@@ -352,7 +419,9 @@ class _QuantizedTensorBuilder:
 
     def build_parts(self, tensor: OutputTensor) -> list[OutputTensor]:
         """Build the stored tensors of the quantized *tensor*, in the order of the recipe."""
-        return [self._build_part(tensor, part) for part in self._recipe.parts]
+        slices = self._slices_by_stack.get(tensor.name)
+        weights = [part.tensor for part in slices] if slices else [tensor]
+        return [self._build_part(weight, part) for weight in weights for part in self._recipe.parts]
 
     def _build_part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
         shape, dtype = part.compute_stored_shape(tensor.shape), part.dtype or tensor.dtype
@@ -388,7 +457,13 @@ class _QuantizedTensorBuilder:
         The input is virtual, unless the source stores the tensor unchanged.
         """
         key = build_computed_name(f"{tensor.name}@plain")
-        if key not in self._inputs:
+        if key not in self._inputs and tensor.name in self._slices:
+            part = self._slices[tensor.name]
+            stack = self._build_unquantized_input(part.stack)
+            matrix = StridedTensor.from_entry(stack.entry).select(0, part.expert)
+            rows = matrix.narrow(0, part.first_row, tensor.shape[0])
+            self._inputs[key] = ComputeInput(stack.root, build_view(stack.entry, rows, key))
+        elif key not in self._inputs:
             composed = self._draft.mapped[tensor.name]
             source_entry = self._entries[composed.sources[0].key]
             if composed.is_rename and source_entry.dtype == tensor.dtype:

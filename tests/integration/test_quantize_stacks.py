@@ -12,8 +12,8 @@ import torch
 import ckptctl
 from ckptctl.errors import MappingError, UsageError
 from tests.checkpoints import save_hf
-from tests.checkpoints.golden import State
-from tests.checkpoints.quantized import hard
+from tests.checkpoints.golden import Golden, State
+from tests.checkpoints.quantized import hard, numbers
 from tests.integration.test_quantize import quantized, read, stated
 
 BLOCKS = "fp8-block"
@@ -136,3 +136,65 @@ def test_quantizing_part_of_module_stacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot quantize only") as caught:
         quantized(source, tmp_path / "out", BLOCKS, to_layout="hf-v5", quantize_not=STACKS[1])
     assert "belong to one module" in str(caught.value.why)
+
+
+# ------------------------------------------------------------- families with stacks alone
+
+
+def stacked_golden(folder: Path, name: str) -> Path:
+    golden = Golden.read(name)
+    save_hf(folder, numbers(golden), dict(golden.config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("gemma4_text.moe", "fp8-channel"), ("mistral4", "fp8-channel"), ("mistral4", "nvfp4")],
+)
+def test_stacks_without_per_expert_layout_are_split(tmp_path: Path, name: str, scheme: str) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    plain = read(source)
+    found = quantized(source, tmp_path / "out", scheme, quantize_not="*.self_attn.*")
+    stacks = {key: one for key, one in plain.items() if ".experts." in key and one.dim() == 3}
+    assert stacks and not stacks.keys() & found.keys()
+    for key, stack in stacks.items():
+        module, _, last = key.rpartition(".")
+        layers = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(stack):
+            rows = matrix.chunk(len(layers))
+            for layer, weight in zip(layers, rows, strict=True):
+                base = f"{module}.{expert}.{layer}.weight"
+                if scheme == "nvfp4":
+                    largest = matrix.abs().max()
+                    shared = (448.0 * 6.0 / largest).float().view(1)
+                    assert found[f"{base}_global_scale"].equal(shared)
+                    assert found[f"{base}_packed"].shape == (len(weight), weight.shape[1] // 2)
+                    continue
+                scale = weight.abs().amax(1, keepdim=True) / 448
+                codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+                assert same(found[base], codes) and found[f"{base}_scale"].equal(scale)
+
+
+def test_error_of_split_stack_covers_all_experts(tmp_path: Path) -> None:
+    source = stacked_golden(tmp_path / "source", "gemma4_text.moe")
+    result = ckptctl.convert(source, tmp_path / "out", to="hf", quantize="int8-channel")
+    plain, found = read(source), read(tmp_path / "out")
+    for key in (key for key, one in plain.items() if one.dim() == 3 and ".experts." in key):
+        module, _, last = key.rpartition(".")
+        layers = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        back = torch.stack(
+            [
+                torch.cat(
+                    [
+                        found[f"{module}.{expert}.{layer}.weight"].double()
+                        * found[f"{module}.{expert}.{layer}.weight_scale"].double()
+                        for layer in layers
+                    ]
+                )
+                for expert in range(len(plain[key]))
+            ]
+        )
+        off, said = back - plain[key].double(), result.rounding[key]
+        assert said.max_abs == pytest.approx(float(off.abs().max()), rel=1e-4)
+        rms = float(off.norm() / plain[key].double().norm())
+        assert said.relative_rms == pytest.approx(rms, rel=1e-4)

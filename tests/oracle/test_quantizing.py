@@ -10,6 +10,7 @@ are filled up with zeros, as DeepSeek's own kernel sees them.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,8 @@ from safetensors.torch import load_file
 
 import ckptctl
 from tests.checkpoints import save_hf
-from tests.checkpoints.golden import State, digest
-from tests.checkpoints.quantized import DIGESTS, PLAIN, SCHEMES, WIDE, llama
+from tests.checkpoints.golden import Golden, State, digest
+from tests.checkpoints.quantized import DIGESTS, PLAIN, SCHEMES, WIDE, hard, llama
 from tests.oracle.quantizers import FOLDER, load
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -174,3 +175,41 @@ def test_quantized_output_keeps_near_logits_in_transformers(
     wanted = logits(tmp_path / "plain")
     off = float((found - wanted).norm() / wanted.norm())
     assert 0.002 < off < (0.35 if "4" in scheme else 0.08)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("gemma4_text.moe", "fp8-channel"),
+        ("gemma4_text.moe", "int8-channel"),
+        ("mistral4", "fp8-channel"),
+        ("mistral4", "nvfp4"),
+    ],
+)
+def test_split_stacks_of_experts_match_llm_compressor(
+    tmp_path: Path, name: str, scheme: str
+) -> None:
+    """Their only names for experts are those of the stacks, which both split."""
+    golden, source = Golden.read(name), tmp_path / "source"
+    dense = ["*.self_attn.*", "*.mlp.*_proj.weight"]
+    state: State = {}
+    for seed, (key, (_, shape)) in enumerate(golden.tensors.items()):
+        state[key] = torch.ones(shape, dtype=torch.bfloat16)
+        if ".experts." in key:
+            matrix = hard(math.prod(shape[:-1]), shape[-1], torch.bfloat16, seed)
+            state[key] = matrix.view(*shape)
+    save_hf(source, state, {**golden.config, "torch_dtype": "bfloat16"})
+    ckptctl.convert(source, tmp_path / "out", to="hf", quantize=scheme, quantize_not=dense)
+    ignore = [key.removesuffix(".weight") for key in state if ".experts." not in key]
+    load("llmcompressor").model_free_ptq(
+        source, tmp_path / "wanted", scheme=PRESETS[scheme], ignore=ignore, device="cpu"
+    )
+    found, wanted = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "wanted"))
+    differing = {
+        key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})
+    }
+    if scheme == "nvfp4":
+        # Gate and up share a global scale, as in oneshot (``FUSED_LAYER_NAMES``) and vLLM, but
+        # model_free_ptq knows only those of dense layers.
+        differing = {key for key in differing if "gate_proj" not in key and "up_proj" not in key}
+    assert found.keys() == wanted.keys() and not differing

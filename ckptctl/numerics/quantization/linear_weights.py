@@ -36,6 +36,13 @@ HIDDEN_DIM_BY_STACK = {"gate_up_proj": 2, "down_proj": 1}
 Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
+EXPERT_LAYERS_BY_STACK = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Layers of one expert that each stacked parameter concatenates along its rows.
+
+Source: ``split_fused_moe_experts`` in llm-compressor's ``entrypoints/model_free/converter.py``;
+pull request 39045 of vLLM, which reads Gemma 4's experts by these names.
+"""
+
 
 class TensorRoles:
     """Determines the role of each tensor in one layout of a family."""
