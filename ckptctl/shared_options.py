@@ -36,6 +36,7 @@ from ckptctl.tree import TreePath
 
 WeightsKind = Literal["master", "module"]
 Part = Literal["model", "all"]
+ReferenceName = Literal["transformers", "none"]
 
 FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
 CONFLICTS_WITH_MISSING = OptionConflict("allow_missing", "it needs a complete source")
@@ -97,6 +98,16 @@ def target_format_option(text: str, python: str = "") -> Option:
 def layout_option(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
     """Declare an option whose value is a layout, with *text* as its help."""
     return Option(text, metavar="LAYOUT", offers=list_layouts, panel=panel, brief=brief)
+
+
+def reference_option(default: str) -> Option:
+    """Declare the option for the source of the tensors of models without a table."""
+    return Option(
+        "Source of the tensors that a model must have, if no table describes its type: "
+        f"transformers or none.  [default: {default}]",
+        metavar="NAME",
+        panel="Format and model",
+    )
 
 
 def trust_assets_option(requires: str = "") -> Option:
@@ -162,6 +173,10 @@ ModelType = Annotated[
         panel="Format and model",
         brief=True,
     ),
+]
+Reference = Annotated[
+    ReferenceName | None,
+    reference_option("transformers if it is installed"),
 ]
 Converter = Annotated[
     AnyPath | None,

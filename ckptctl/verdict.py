@@ -21,6 +21,10 @@ SCOPE = (
     "scope of the verdict: the `model`, or only the `structure` if the model type is unknown "
     "(missing tensors then cannot be detected)"
 )
+REFERENCE = (
+    "package, version and class that determine the tensors of a model without a table; null if a "
+    "table describes the model, or if missing tensors cannot be detected"
+)
 COMPLETE = (
     "whether nothing is missing; null if the structure is complete but the model type is unknown"
 )

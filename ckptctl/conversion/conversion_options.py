@@ -35,6 +35,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _SourceFormatOptions):
     """Options of all operations that write a checkpoint, except the target format."""
 
     sizes: opt.Sizes = None
+    reference: opt.Reference = None
     from_layout: opt.FromLayout = None
     to_layout: opt.ToLayout = None
     dtype: opt.DType = None

@@ -81,10 +81,12 @@ class Draft:
         origins: Maps the name in *catalog* of each tensor that ``--fill-from`` renamed to its name
             in *source*.
         selection: Tensors and other values to convert. Set by ``select_tensors``, as are the next
-            two fields.
+            three fields.
         expected_names: Names of all tensors that the model should have, including tensors that are
             not selected.
         missing: Names of absent or incomplete items that cannot be converted, with reasons.
+        reference: Package, version and class that determine the tensors of a model without a table,
+            or an empty string.
         change: Mapping of the model's tensors to the target layout. Set by ``plan_layout_change``.
         mapped: Output tensors by name, each composed of elements of tensors in *located*. Set by
             ``list_output_tensors``, as are the next three fields.
@@ -118,6 +120,7 @@ class Draft:
     selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
     expected_names: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    reference: str = ""
     change: LayoutChange = field(default_factory=lambda: LayoutChange(None, None, None, ()))
     mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
     tensors: tuple[OutputTensor, ...] = ()

@@ -17,6 +17,7 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
+from ckptctl.conversion.recognition.references import select_reference
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
@@ -54,7 +55,8 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     )
     opened = strip_wrappers(opened) if options.only == "model" else opened
     assets = gather_assets(opened, options.assets, options.carry)
-    request = ModelRequest(options.model_type, options.from_layout, options.root, options.sizes)
+    selected = options.model_type, options.from_layout, options.root, options.sizes
+    request = ModelRequest(*selected, reference=select_reference(options.reference))
     model = Model(opened, request, assets.documents)
     return Draft(options, target, destination, opened, assets, model, opened)
 

@@ -110,10 +110,17 @@ def select_tensors(draft: Draft) -> Draft:
             missing_tensors.require_complete(str(catalog.path))
     expected_names += missing_tensors.names if missing_tensors.certain else ()
     notes.add(
-        *(strip_structure_claim(missing_tensors.doubts) if missing else missing_tensors.doubts)
+        *(strip_structure_claim(missing_tensors.notes) if missing else missing_tensors.notes),
+        *(f"`{name}`: {why}" for name, why in missing_tensors.shapes.items()),
     )
     missing |= missing_tensors.missing
-    return replace(draft, selection=selection, expected_names=expected_names, missing=missing)
+    return replace(
+        draft,
+        selection=selection,
+        expected_names=expected_names,
+        missing=missing,
+        reference=missing_tensors.reference,
+    )
 
 
 def skip_tensors(draft: Draft, reasons_by_name: Mapping[str, str]) -> Draft:

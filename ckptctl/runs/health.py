@@ -332,7 +332,9 @@ def _list_folder(folder: TreePath) -> list[TreePath]:
 
 def _verify_part(path: TreePath, format_name: str | None, health_options: _HealthOptions) -> Health:
     """Verify one checkpoint at level ``fast``. If *format_name* is None, detect the format."""
-    options = VerifyOptions(format=format_name, level="fast", model=health_options.model)
+    options = VerifyOptions(
+        format=format_name, level="fast", model=health_options.model, reference="none"
+    )
     try:
         verification, _ = verify(path, options, index_checks=health_options.index_checks)
     except MappingError as error:

@@ -1,17 +1,20 @@
 """Detection of tensors that are missing from a model.
 
-The family's table and the model's configuration determine which tensors a model requires.
+The family's table and the model's configuration determine which tensors a model requires. Without a
+table, a reference determines them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from ckptctl import families
-from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import format_option, quote_names
+from ckptctl.conversion.recognition.model import CONFIG, Model
+from ckptctl.conversion.recognition.references import get_reference
+from ckptctl.errors import MissingTensorsError, format_option, quote_names
 from ckptctl.numerics.quantization.survey import to_dequantized_names
+from ckptctl.numerics.quantized import is_unquantized, survey_leniently
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import find_absent_heads
 from ckptctl.planner.layouts import Family, is_base_layout
@@ -52,6 +55,9 @@ class MissingTensors:
         more: Number of further missing tensors that *names* does not include.
         only_end_missing: Whether only the last layers of the model are missing, as in a checkpoint
             of the first pipeline stage.
+        reference: Package, version and class that determine the tensors of a model without a table,
+            or an empty string.
+        shapes: Description of each shape that differs from the reference, by tensor name.
     """
 
     names: tuple[str, ...]
@@ -61,6 +67,8 @@ class MissingTensors:
     unexpected_names: tuple[str, ...] = ()
     more: int = 0
     only_end_missing: bool = False
+    reference: str = ""
+    shapes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -68,6 +76,7 @@ class MissingTensors:
         names = self.names if self.certain else ()
         model_type = self.model.model_type
         requirer = f"`{model_type}`" if model_type else "all matching model types"
+        requirer = self.reference or requirer
         why = f"required by {requirer}"
         return {self.model.root + name: why for name in names}
 
@@ -77,13 +86,13 @@ class MissingTensors:
 
         Either all tensors of the model were checked, or only the structure of the checkpoint.
         """
-        has_table = self.model.pairs and not self.unknown
+        has_table = (self.model.pairs or self.reference) and not self.unknown
         return "model" if has_table and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """Notes on why the missing tensors could not be determined or fully listed."""
-        if self.unknown or not self.model.pairs:
+        if self.unknown or not (self.model.pairs or self.reference):
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
             hidden_count = pluralize(
@@ -97,6 +106,16 @@ class MissingTensors:
             f"this is a part of {self.model.display_name} or a different model; missing: {missing}",
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the source of the required tensors, on doubts and on unexpected tensors."""
+        if not self.reference:
+            return self.doubts
+        source = f"checked against {self.reference}"
+        unexpected = f"tensors that {self.reference} does not have: "
+        listed = [unexpected + quote_names(self.unexpected_names)] if self.unexpected_names else []
+        return (source, *self.doubts, *listed)
+
     def keep_only(self, names: Collection[str]) -> MissingTensors:
         """Return a copy whose missing tensors are limited to those in *names*."""
         kept_names = tuple(name for name in self.names if name in names)
@@ -105,8 +124,6 @@ class MissingTensors:
     def require_complete(self, where: str) -> None:
         """Raise an error that names *where* if tensors are certainly missing."""
         if self.names and self.certain:
-            name, layout = self.model.pairs[0]
-            family = families.family(name)
             hint = (
                 f"pass {format_option('--allow-missing')} to write what is there, "
                 f"{format_option('--include')} or {format_option('--exclude')} to select a "
@@ -119,6 +136,16 @@ class MissingTensors:
                     f"with {format_option('--to hf', '--allow-missing')}, put the files into one "
                     "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
                 )
+            if self.reference:
+                number = len(self.names) + self.more
+                raise MissingTensorsError(
+                    f"the model is missing {pluralize(number, 'tensor', 'tensors')}",
+                    where=where,
+                    why=f"{self.reference} requires {quote_names(self.names, total=number)}",
+                    hint=hint,
+                )
+            name, layout = self.model.pairs[0]
+            family = families.family(name)
             require_no_missing_tensors(
                 self.names,
                 len(self.names) + self.more,
@@ -136,6 +163,8 @@ def find_missing_tensors(
 ) -> MissingTensors:
     """Find the tensors that every matching family requires and that are missing.
 
+    If no table describes the model, compare its tensors with the reference that the user selected.
+
     *names* are the tensors that exist. A model without an output head is complete in transformers'
     layouts, but incomplete if *target* is another layout.
 
@@ -145,6 +174,8 @@ def find_missing_tensors(
     """
     if not names or has_adapter_factors(names):
         return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
+    if model.request.reference and CONFIG in model.documents and not model.has_table:
+        return _compare_with_reference(model, names, model.request.reference)
     if not model.exact:
         model, names = _recognize_dequantized(model, names)
     allows_no_head = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
@@ -201,6 +232,49 @@ def find_missing_tensors(
         unexpected_names=unexpected_names,
         more=hidden_count,
         only_end_missing=only_end_missing,
+    )
+
+
+def _compare_with_reference(
+    model: Model, names: Collection[str], reference: str
+) -> MissingTensors:
+    """Compare *names* and their shapes with the tensors that *reference* requires.
+
+    Tensors of quantized weights are compared as the weights that dequantization would produce.
+    """
+    config = model.documents[CONFIG]
+    tensors, root = model.tensors, model.root
+    shapes = {name: tensors[name].shape if name in tensors else None for name in names}
+    unsupported = ""
+    if not is_unquantized(model.catalog):
+        survey = survey_leniently(model.catalog)
+        for weight in survey.weights:
+            for name in weight.names:
+                shapes.pop(name.removeprefix(root), None)
+            shapes[weight.key.removeprefix(root)] = None
+        for name in survey.dropped:
+            shapes.pop(name.removeprefix(root), None)
+        unsupported = next(iter(survey.unknown.values()), "")
+    if unsupported:
+        unknown = f"{UNKNOWN_MODEL} (the quantization {unsupported} is not supported)"
+        return MissingTensors((), False, model, unknown)
+    result = get_reference(reference).compare(config, shapes)
+    is_partly_quantized = "quantization_config" in config and (result.unexpected or result.shapes)
+    reason = result.unknown or (
+        f"{result.source} does not have the names of the quantized tensors"
+        if is_partly_quantized
+        else ""
+    )
+    if reason:
+        return MissingTensors((), False, model, f"{UNKNOWN_MODEL} ({reason})")
+    return MissingTensors(
+        result.missing,
+        True,
+        model,
+        unexpected_names=result.unexpected,
+        more=result.more,
+        reference=result.source,
+        shapes=result.shapes,
     )
 
 

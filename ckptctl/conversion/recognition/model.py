@@ -99,12 +99,15 @@ class ModelRequest:
         layout: Name of the layout of the model's tensors.
         root: Prefix of the model's tensor names in the checkpoint.
         sizes: Axis sizes and numbers of layers, by name.
+        reference: Name of the reference that determines the tensors of a model without a table, or
+            None to use no reference.
     """
 
     model_type: str | None = None
     layout: str | None = None
     root: str | None = None
     sizes: Mapping[str, int] | None = None
+    reference: str | None = None
 
 
 DETECT_ALL = ModelRequest()
@@ -224,6 +227,18 @@ class Model:
     def has_configuration(self) -> bool:
         """Whether a file describes the model."""
         return self.config is not None or self.params is not None
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a table describes the model.
+
+        A family that matches only some tensors does not describe a model for which config.json
+        states a model type that the family does not have.
+        """
+        if self.exact or self.request.model_type or not self.pairs or not self.config:
+            return bool(self.pairs)
+        matching = {name: families.family(name) for name, _ in self.pairs}
+        return bool(list_families_matching_configs(matching, self.config, self.params))
 
     @property
     def display_name(self) -> str:

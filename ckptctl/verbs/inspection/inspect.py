@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.conversion.recognition.model import (
+    DETECT_ALL,
     Model,
     ModelRequest,
     describe_model_locations,
     recognize_model,
 )
+from ckptctl.conversion.recognition.references import select_reference
 from ckptctl.conversion.recognition.roots import strip_wrappers, unmatched_pattern_error
 from ckptctl.conversion.sources import open_source, read_short_values
 from ckptctl.errors import (
@@ -54,7 +56,7 @@ from ckptctl.verbs.statistics import (
     map_tensors_in_parallel,
     measure_tensor,
 )
-from ckptctl.verbs.verification.model_check import check_model
+from ckptctl.verbs.verification.model_check import ModelCheck, check_model
 from ckptctl.verbs.verification.structure import check_index, is_about_unreadable_tensor
 from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, strip_structure_claim
 
@@ -97,7 +99,10 @@ def inspect_checkpoint(
             )
             return inspection
         statistics = _measure_catalog(catalog, options.include, progress) if options.stats else {}
-        inspection = describe_catalog(redact_path(path), catalog, statistics, options.model_type)
+        request = ModelRequest(
+            options.model_type, reference=select_reference(options.reference)
+        )
+        inspection = describe_catalog(redact_path(path), catalog, statistics, request)
         return replace(inspection, values=read_short_values(catalog))
 
 
@@ -206,20 +211,26 @@ def _format_finding(finding: Finding) -> str:
 
 
 def describe_catalog(
-    path: str, catalog: Catalog, statistics: Mapping[str, Statistics], model_type: str | None = None
+    path: str,
+    catalog: Catalog,
+    statistics: Mapping[str, Statistics],
+    request: ModelRequest = DETECT_ALL,
 ) -> Inspection:
     """Describe *catalog*. *statistics* maps tensor names to measured statistics."""
     contents = describe_contents(path, catalog, statistics)
     if not catalog.tensors:
         return contents
     catalog = strip_wrappers(catalog)
-    model = recognize_model(catalog, request=ModelRequest(model_type))
+    model = recognize_model(catalog, request=request)
     if contents.dequantizable and not model.exact:
         with suppress(CkptError):  # model types describe dequantized tensors
             catalog = replace(dequantize_catalog(catalog, "bfloat16"), notes=catalog.notes)
-        model = recognize_model(catalog, request=ModelRequest(model_type))
+        model = recognize_model(catalog, request=request)
     notes = Notes()
-    findings, scope = ([], contents.scope) if contents.problems else check_model(model, notes)
+    checked = ModelCheck([], contents.scope)
+    if not contents.problems:
+        checked = check_model(model, notes)
+    findings = checked.findings
     missing = notes.get_reasons("missing")
     problems = [finding for finding in findings if finding.severity != "warning"]
     other_findings = [finding for finding in problems if finding.tensor not in missing]
@@ -235,14 +246,15 @@ def describe_catalog(
         problems=(*contents.problems, *map(_format_finding, other_findings)),
         findings=(*contents.findings, *other_findings),
         verdict=verdict,
-        scope=scope,
+        scope=checked.scope,
+        reference=checked.reference,
         lacks=tuple(missing),
         notes=(
             *catalog.notes,
             *_iterate_unread_notes(catalog),
             *(notes.get_texts() if complete else strip_structure_claim(notes.get_texts())),
             *(_format_finding(finding) for finding in findings if finding.severity == "warning"),
-            *_iterate_model_notes(model, model_type),
+            *_iterate_model_notes(model, request.model_type),
         ),
     )
 

@@ -29,3 +29,4 @@ class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         ),
     ] = False
     include: opt.Include = ()
+    reference: Annotated[opt.ReferenceName, opt.reference_option("none")] = "none"

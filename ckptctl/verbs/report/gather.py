@@ -11,6 +11,7 @@ from ckptctl import families
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.conversion.items import read_item_headers
 from ckptctl.conversion.recognition.roots import classify_leaf
+from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.errors import (
     CkptError,
     FormatError,
@@ -243,6 +244,7 @@ def _verify_checkpoint(
         tag=options.tag,
         rules=options.rules,
         ranks=options.ranks,
+        reference="none",
     )
     try:
         return verify_with_catalog(path, verify_options)
@@ -269,7 +271,7 @@ def _describe_checkpoint(
 ) -> tuple[Inspection, tuple[str, ...]]:
     """Describe *catalog*, and return a note if its model cannot be recognized."""
     try:
-        return describe_catalog(path, catalog, {}, options.model_type), ()
+        return describe_catalog(path, catalog, {}, ModelRequest(options.model_type)), ()
     except MappingError as error:
         why = f": {error.why}" if error.why else ""
         return replace(describe_contents(path, catalog, {}), parameters=catalog.numel), (

@@ -6,6 +6,7 @@ Every command that decides whether a checkpoint is complete uses this module.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
@@ -34,14 +35,25 @@ UNCOUNTED_LAYERS = (
 )
 
 
-def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
+class ModelCheck(NamedTuple):
+    """Result of the check of a model.
+
+    Attributes:
+        findings: Missing tensors, contradictions and doubts.
+        scope: Whether missing tensors could be detected.
+        reference: Package, version and class with which tensors were compared, or None if a table
+            describes the model, or nothing does.
+    """
+
+    findings: list[Finding]
+    scope: Scope
+    reference: str | None = None
+
+
+def check_model(model: Model, notes: Notes) -> ModelCheck:
     """Compare the tensors of a model with its model type, with its config and with each other.
 
     Missing tensors are also added to *notes*.
-
-    Returns:
-        Findings (missing tensors, contradictions and doubts), and the scope of the check, which
-        says whether missing tensors could be detected.
     """
     catalog, names = model.catalog, model.tensors
     try:
@@ -55,32 +67,35 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in missing_tensors.missing.items()
     ]
+    findings += [
+        Finding(TENSORS_DISAGREE, why, "unknown", tensor=model.root + name, basis="model")
+        for name, why in missing_tensors.shapes.items()
+    ]
     findings += find_quantization_problems(catalog)
     findings += iterate_contradictions(model)
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
         findings += _check_last_ranks(model)
     if not names:
-        return findings, "structure"
-    notes.add(*missing_tensors.doubts)
+        return ModelCheck(findings, "structure")
+    notes.add(*missing_tensors.notes)
     if missing_tensors.scope == "model" and not model.has_configuration:
         notes.add(UNCOUNTED_LAYERS)
-    if strays := model.list_unknown_keys(names):
+    strays = () if missing_tensors.reference else model.list_unknown_keys(names)
+    if strays:
         notes.add(f"keys unknown to {model.display_name}: {quote_names(strays)}")
-    return findings, missing_tensors.scope
+    return ModelCheck(findings, missing_tensors.scope, missing_tensors.reference or None)
 
 
-def recognize_and_check_model(
-    catalog: Catalog, model_type: str | None, notes: Notes
-) -> tuple[list[Finding], Scope]:
+def recognize_and_check_model(catalog: Catalog, request: ModelRequest, notes: Notes) -> ModelCheck:
     """Recognize the model in *catalog* and check it, unless it contains several models."""
     catalog = strip_wrappers(catalog)
     try:
-        model = recognize_model(catalog, request=ModelRequest(model_type))
+        model = recognize_model(catalog, request=request)
     except WrongTypeError:
         raise
     except MappingError as error:
         notes.add(f"{error.what}, so missing tensors cannot be detected")
-        return [], "structure"
+        return ModelCheck([], "structure")
     return check_model(model, notes)
 
 

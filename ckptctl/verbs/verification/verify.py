@@ -54,6 +54,7 @@ class _VerificationState:
     compared: bool | None = None
     bytes_read: int = 0
     scope: Scope = "structure"
+    reference: str | None = None
     manifest: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -162,7 +163,7 @@ def verify_with_catalog(
             else check_nearby_files()
         )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
-            _check_model(state, catalog, options.model_type, index_checks, passed=passed)
+            _check_model(state, catalog, options, ranks, index_checks, passed=passed)
         raise_if_request_failed(state.path)
         opened = catalog.opened if catalog else None
         run_on_all_ranks(ranks, lambda: require_same_file(opened))
@@ -179,6 +180,7 @@ def verify_with_catalog(
         bytes_read=state.bytes_read,
         compared=state.compared,
         scope=state.scope,
+        reference=state.reference,
         require_verified=options.require_verified,
         checksum_lists=_list_checksum_files(catalog) if catalog else (),
         nan=options.nan,
@@ -295,7 +297,8 @@ def _verify_data(
 def _check_model(
     state: _VerificationState,
     catalog: Catalog,
-    model_type: str | None,
+    options: VerifyOptions,
+    ranks: RankCollectives,
     index_checks: IndexChecks | None,
     *,
     passed: bool,
@@ -306,14 +309,27 @@ def _check_model(
         state.notes += texts if state.complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
+    from ckptctl.conversion.recognition.model import ModelRequest
+    from ckptctl.conversion.recognition.references import select_reference
     from ckptctl.verbs.verification.model_check import (
+        ModelCheck,
         is_determined_by_index,
         recognize_and_check_model,
     )
 
-    notes = Notes()
-    findings, state.scope = recognize_and_check_model(catalog, model_type, notes)
-    state.findings += findings
+    reference = select_reference(options.reference)
+    request = ModelRequest(options.model_type, reference=reference)
+
+    def check_model() -> tuple[ModelCheck, Notes]:
+        notes = Notes()
+        return recognize_and_check_model(catalog, request, notes), notes
+
+    # Only one rank builds the model of a reference, which takes seconds.
+    checked, notes = (
+        ranks.broadcast(run_on_rank_zero(ranks, check_model)) if reference else check_model()
+    )
+    state.findings += checked.findings
+    state.scope, state.reference = checked.scope, checked.reference
     texts = notes.get_texts()
     state.notes += texts if state.complete else strip_structure_claim(texts)
     if index_checks and not state.findings and is_determined_by_index(catalog, notes):

@@ -44,5 +44,6 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
             requires="level=full",
         ),
     ] = False
+    reference: opt.Reference = None
     jobs: opt.Jobs = None
     model: bool = True

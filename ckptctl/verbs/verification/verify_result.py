@@ -12,6 +12,7 @@ from ckptctl.results import JsonField, Result, count_items, round_seconds
 from ckptctl.verbs.verification.verify_options import Level
 from ckptctl.verdict import (
     COMPLETE,
+    REFERENCE,
     SCOPE,
     DataCheck,
     Scope,
@@ -35,7 +36,7 @@ class VerifiedFile:
 @dataclass(frozen=True, slots=True)
 class Verification(
     Result,
-    order="path format level verdict complete scope data tensors verified_tensors bytes "
+    order="path format level verdict complete scope reference data tensors verified_tensors bytes "
     "verified_bytes structure_only_bytes bytes_read nan_checked files errors unknown warnings",
 ):
     """Result of verifying a checkpoint, and how much data was compared with checksums.
@@ -62,6 +63,7 @@ class Verification(
     ] = 0
     compared: bool | None = None
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
+    reference: Annotated[str | None, JsonField(REFERENCE)] = None
     require_verified: bool = False
     checksum_lists: Annotated[tuple[str, ...], JsonField("checksum files that `full` uses")] = ()
     nan: Annotated[

@@ -1,0 +1,1 @@
+"""References, which list the tensors of models that no table of ckptctl describes."""
