@@ -41,21 +41,21 @@ def compare_with_transformers(config: Json, shapes: Shapes) -> ReferenceResult:
     A class of the checkpoint's own code is never imported.
     """
     if not _may_be_known(config):
-        return ReferenceResult(unknown="transformers has no class for it")
+        return ReferenceResult(failure="transformers has no class for it")
     answer = _run_process(config, shapes)
-    if unknown := answer.get("unknown"):
-        return ReferenceResult(unknown=str(unknown))
+    if failure := answer.get("failure"):
+        return ReferenceResult(failure=str(failure))
     source = f"transformers {answer['version']} `{answer['class']}`"
     unmapped = answer["unmapped"]
     if unmapped * 2 > len(shapes):
         return ReferenceResult(
-            unknown=f"{unmapped:,} of {len(shapes):,} names do not belong to {source}"
+            failure=f"{unmapped:,} of {len(shapes):,} names do not belong to {source}"
         )
     return ReferenceResult(
         source,
-        missing=tuple(answer["missing"]),
+        missing_names=tuple(answer["missing"]),
         more=answer["more"],
-        unexpected=tuple(answer["unexpected"]),
+        unexpected_names=tuple(answer["unexpected"]),
         shapes={
             name: f"the shape is {_format_shape(found)}, but {source} has {_format_shape(expected)}"
             for name, found, expected in answer["shapes"]
@@ -98,12 +98,12 @@ def _run_process(config: Json, shapes: Shapes) -> dict[str, Any]:
             check=False,
         )
         if done.returncode == -signal.SIGXCPU:
-            return {"unknown": "building the model took too long"}
+            return {"failure": "building the model took too long"}
         if done.returncode or len(done.stdout) > MAX_RESULT_BYTES:
-            return {"unknown": f"building the model failed with exit code {done.returncode}"}
+            return {"failure": f"building the model failed with exit code {done.returncode}"}
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return {"unknown": f"building the model took more than {MAX_SECONDS} seconds"}
+        return {"failure": f"building the model took more than {MAX_SECONDS} seconds"}
     except (OSError, ValueError) as error:
-        return {"unknown": f"building the model failed: {error}"}
-    return answer if isinstance(answer, dict) else {"unknown": "building the model failed"}
+        return {"failure": f"building the model failed: {error}"}
+    return answer if isinstance(answer, dict) else {"failure": "building the model failed"}

@@ -73,29 +73,28 @@ def main() -> None:
     try:
         result = run_comparison(request["config"], request["tensors"])
     except UnknownModelError as error:
-        result = {"unknown": str(error)}
+        result = {"failure": str(error)}
     except BaseException as error:
         lines = str(error).strip().splitlines() or [""]
-        result = {"unknown": f"transformers cannot build it: {type(error).__name__}: {lines[0]}"}
-    if "unknown" in result:
-        result["unknown"] = result["unknown"][:MAX_REASON]
+        result = {"failure": f"transformers cannot build it: {type(error).__name__}: {lines[0]}"}
+    if "failure" in result:
+        result["failure"] = result["failure"][:MAX_REASON]
     with open(output, "w", encoding="utf-8") as file:  # noqa: PTH123
         json.dump(result, file)
 
 
 def run_comparison(config: Json, tensors: Mapping[str, Shape]) -> dict[str, Json]:
     """Import transformers, restrict the process, and compare *tensors* with the class."""
-    require_bounded_config(config, len(tensors))
+    check_config_bounds(config, len(tensors))
     import transformers
 
     class_name = find_class_name(config)
-    getattr(transformers, class_name)  # imports its modules
     restrict_process()
     result = compare_with_class(config, class_name, tensors)
     return {"version": transformers.__version__, "class": class_name, **result}
 
 
-def require_bounded_config(config: Json, tensor_count: int) -> None:
+def check_config_bounds(config: Json, tensor_count: int) -> None:
     """Raise if *config* is not a configuration of a model with about *tensor_count* tensors.
 
     Every layer has a tensor. The number of experts is not compared, because experts may be stacked.
@@ -112,7 +111,7 @@ def require_bounded_config(config: Json, tensor_count: int) -> None:
         if values > MAX_CONFIG_VALUES or depth > MAX_CONFIG_DEPTH:
             raise UnknownModelError("config.json is too large to build a model from it")
         if isinstance(value, dict):
-            require_no_backbone(value)
+            check_backbone(value)
             stack += [(str(name), item, depth + 1) for name, item in value.items()]
         elif isinstance(value, list):
             stack += [(key, item, depth + 1) for item in value]
@@ -128,7 +127,7 @@ def require_bounded_config(config: Json, tensor_count: int) -> None:
                     raise UnknownModelError(f"`{key[:64]}` in config.json is too large")
 
 
-def require_no_backbone(section: Mapping[str, Json]) -> None:
+def check_backbone(section: Mapping[str, Json]) -> None:
     """Raise if *section* of a configuration takes a part of the model from elsewhere."""
     named = next((key for key in BACKBONE_KEYS if section.get(key)), None)
     if named is not None:
@@ -157,12 +156,14 @@ def strip_config(config: Json) -> Json:
 
 
 def find_class_name(config: Json) -> str:
-    """Return the class of transformers that config.json names.
+    """Return the class of transformers that config.json names, and import its modules.
 
-    Only names in the tables of transformers' auto classes are accepted, for the stated model type.
+    Only names in the tables of transformers' auto classes are accepted, and only for the model type
+    whose configuration the class takes.
     """
+    import transformers
     from transformers.models.auto import modeling_auto
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     if not isinstance(config, dict):
         raise UnknownModelError("config.json is not an object")
@@ -175,10 +176,13 @@ def find_class_name(config: Json) -> str:
         raise UnknownModelError("config.json does not name one class in `architectures`")
     known: set[str] = set()
     for table, entries in vars(modeling_auto).items():
-        if table.endswith("_MAPPING_NAMES") and isinstance(entries, dict):
-            classes = entries.get(model_type, ())
+        for classes in entries.values() if table.endswith("_MAPPING_NAMES") else ():
             known.update([classes] if isinstance(classes, str) else classes)
-    if names[0] not in known:
+    has_class = names[0] in known
+    if (
+        not has_class
+        or getattr(transformers, names[0]).config_class is not CONFIG_MAPPING[model_type]
+    ):
         raise UnknownModelError(
             f"transformers has no class `{names[0][:64]}` for model type `{model_type}`"
         )
@@ -292,9 +296,7 @@ class Renamer:
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self.converters = {
-            text: rule for rule in self._converters for text in rule.source_patterns
-        }
+        self.converters = {text: rule for rule in self._converters for text in rule.source_patterns}
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """Return the name in memory, and the pattern of the rule that merges or splits, or None."""
@@ -321,7 +323,7 @@ class StoredTensors:
     Attributes:
         renamed: Stored name of each tensor that is only renamed, by name in memory.
         merged: Stored names of tensors that rules merge or split, by first name in memory.
-        unexpected: Stored names that no tensor in memory has.
+        unmapped: Stored names that no tensor in memory has.
         names: All names in memory that have stored tensors, even if some parts are missing.
         wrong: Found shapes that differ, by name in memory. An empty shape if the parts do not fit.
         uncompared: First names in memory of merged tensors with parts of unknown shapes.
@@ -332,7 +334,7 @@ class StoredTensors:
 
         self.renamed: dict[str, str] = {}
         self.merged: dict[str, list[str]] = defaultdict(list)
-        self.unexpected: list[str] = []
+        self.unmapped: list[str] = []
         self.names: set[str] = set()
         self.wrong: dict[str, list[int]] = {}
         self.uncompared: list[str] = []
@@ -340,7 +342,7 @@ class StoredTensors:
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = renamer.rename(name)
             if target not in renamer.held:
-                self.unexpected.append(name)
+                self.unmapped.append(name)
             elif pattern is None:
                 self.renamed[target] = name
                 shape = tensors[name]
@@ -412,8 +414,8 @@ def compare_with_class(
     return {
         "missing": names[:MAX_LISTED],
         "more": len(names[MAX_LISTED:]),
-        "unexpected": list(iterate_unexpected(model, stored.unexpected))[:MAX_LISTED],
-        "unmapped": len(stored.unexpected),
+        "unexpected": list(iterate_unexpected(model, stored.unmapped))[:MAX_LISTED],
+        "unmapped": len(stored.unmapped),
         "shapes": shapes[:MAX_LISTED],
         "required": len(held),
     }

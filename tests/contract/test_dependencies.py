@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("results", "verdict", "notes", "version"),
     ("__init__",),
 )
-EXTENSIONS = {"adapters", "facts", "numerics", "remote"}
+EXTENSIONS = {"adapters", "facts", "numerics", "references", "remote"}
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
 LATE = {
@@ -53,6 +53,7 @@ ARITHMETIC = (
     *("ckptctl.storage.arithmetic", "ckptctl.storage.compare"),
     *("ckptctl.storage.compute_device", "ckptctl.storage.computed"),
     *("ckptctl.adapters.low_rank", "ckptctl.numerics.kinds", "ckptctl.verbs.statistics"),
+    "ckptctl.references.transformers_process",
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 

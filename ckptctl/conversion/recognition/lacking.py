@@ -235,9 +235,7 @@ def find_missing_tensors(
     )
 
 
-def _compare_with_reference(
-    model: Model, names: Collection[str], reference: str
-) -> MissingTensors:
+def _compare_with_reference(model: Model, names: Collection[str], reference: str) -> MissingTensors:
     """Compare *names* and their shapes with the tensors that *reference* requires.
 
     Tensors of quantized weights are compared as the weights that dequantization would produce.
@@ -259,19 +257,16 @@ def _compare_with_reference(
         unknown = f"{UNKNOWN_MODEL} (the quantization {unsupported} is not supported)"
         return MissingTensors((), False, model, unknown)
     result = get_reference(reference).compare(config, shapes)
-    is_partly_quantized = "quantization_config" in config and (result.unexpected or result.shapes)
-    reason = result.unknown or (
-        f"{result.source} does not have the names of the quantized tensors"
-        if is_partly_quantized
-        else ""
-    )
+    reason = result.failure
+    if "quantization_config" in config and (result.unexpected_names or result.shapes):
+        reason = f"{result.source} does not have the names of the quantized tensors"
     if reason:
         return MissingTensors((), False, model, f"{UNKNOWN_MODEL} ({reason})")
     return MissingTensors(
-        result.missing,
+        result.missing_names,
         True,
         model,
-        unexpected_names=result.unexpected,
+        unexpected_names=result.unexpected_names,
         more=result.more,
         reference=result.source,
         shapes=result.shapes,

@@ -28,19 +28,19 @@ class ReferenceResult:
 
     Attributes:
         source: Package, version and class of the reference, or an empty string if it was not found.
-        missing: Names of missing tensors, limited to the first ones if many are missing.
-        more: Number of further missing tensors that *missing* does not include.
-        unexpected: Names of tensors that the model does not have.
+        missing_names: Names of missing tensors, limited to the first ones if many are missing.
+        more: Number of further missing tensors that *missing_names* does not include.
+        unexpected_names: Names of tensors that the model does not have.
         shapes: Description of each shape that differs, by tensor name.
-        unknown: Reason why the tensors cannot be compared, or an empty string.
+        failure: Reason why the tensors cannot be compared, or an empty string.
     """
 
     source: str = ""
-    missing: tuple[str, ...] = ()
+    missing_names: tuple[str, ...] = ()
     more: int = 0
-    unexpected: tuple[str, ...] = ()
+    unexpected_names: tuple[str, ...] = ()
     shapes: Mapping[str, str] = field(default_factory=dict)
-    unknown: str = ""
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,7 @@ def inspect_checkpoint(
             )
             return inspection
         statistics = _measure_catalog(catalog, options.include, progress) if options.stats else {}
-        request = ModelRequest(
-            options.model_type, reference=select_reference(options.reference)
-        )
+        request = ModelRequest(options.model_type, reference=select_reference(options.reference))
         inspection = describe_catalog(redact_path(path), catalog, statistics, request)
         return replace(inspection, values=read_short_values(catalog))
 

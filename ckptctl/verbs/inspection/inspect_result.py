@@ -10,7 +10,15 @@ from ckptctl.catalog import Finding
 from ckptctl.results import JsonField, Result
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.statistics import Statistics
-from ckptctl.verdict import COMPLETE, REFERENCE, SCOPE, Scope, Verdict, combine_verdicts, is_complete
+from ckptctl.verdict import (
+    COMPLETE,
+    REFERENCE,
+    SCOPE,
+    Scope,
+    Verdict,
+    combine_verdicts,
+    is_complete,
+)
 
 if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder
@@ -87,7 +95,8 @@ class RunMember(Result, order="path format tensors bytes verdict problems"):
 class Inspection(
     Result,
     order="path format model_type candidates layout root parameters bytes verdict complete scope "
-    f"reference problems {MISSING_FIELD} dtypes files assets metadata notes quantized dequantizable",
+    f"reference problems {MISSING_FIELD} dtypes files assets metadata notes quantized "
+    "dequantizable",
 ):
     """Description of a checkpoint or of a folder of checkpoints.
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ckptctl import families
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.conversion.items import read_item_headers
-from ckptctl.conversion.recognition.roots import classify_leaf
 from ckptctl.conversion.recognition.model import ModelRequest
+from ckptctl.conversion.recognition.roots import classify_leaf
 from ckptctl.errors import (
     CkptError,
     FormatError,
