@@ -27,6 +27,7 @@ from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.outcome import NO_ROUNDING, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
+from ckptctl.verdict import REFERENCE
 
 START_UP_BYTES = 32 << 20
 BYTES_PER_TENSOR = 7_000
@@ -69,8 +70,8 @@ def list_output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
 class ConversionPlan(
     Result,
     order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
-    "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files summary "
-    "dropped left_out missing base taken decided not_carried quantized notes",
+    "root reference tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files "
+    "summary dropped left_out missing base taken decided not_carried quantized notes",
 ):
     """Complete plan of a conversion, before anything is written.
 
@@ -123,6 +124,7 @@ class ConversionPlan(
         ],
         JsonField("tensors from `--fill-from`, by name in the layout of the source"),
     ] = field(default_factory=dict)
+    reference: Annotated[str | None, JsonField(REFERENCE)] = None
     replicated: Catalog | None = None
     quantization: Quantization | None = None
 
@@ -359,6 +361,7 @@ def build_conversion_plan(
         log=notes,
         free_bytes=draft.destination.count_free_bytes(),
         upload=draft.destination.is_upload,
+        reference=draft.reference or None,
         replicated=select_replicated_tensors(source, replicas) if options.verify_replicas else None,
         quantization=draft.quantization,
     )

@@ -62,7 +62,8 @@ def test_complete_model_names_its_source(tmp_path: Path, use_result: Any) -> Non
     assert (code, found["complete"], found["reference"]) == (0, True, SOURCE)
     assert found["notes"] == [f"checked against {SOURCE}"]
     assert calls == [(CONFIG, dict.fromkeys(STATE, (4, 3)))]
-    assert run("convert", path, tmp_path / "out", "--to", "dcp")[1]["notes"] == found["notes"]
+    _, converted = run("convert", path, tmp_path / "out", "--to", "dcp")
+    assert (converted["notes"], converted["reference"]) == (found["notes"], SOURCE)
 
 
 def test_missing_tensor_is_damaged_and_not_converted(tmp_path: Path, use_result: Any) -> None:

@@ -228,7 +228,7 @@ def describe_catalog(
     checked = ModelCheck([], contents.scope)
     if not contents.problems:
         checked = check_model(model, notes)
-    findings = checked.findings
+    findings = checked.evidence
     missing = notes.get_reasons("missing")
     problems = [finding for finding in findings if finding.severity != "warning"]
     other_findings = [finding for finding in problems if finding.tensor not in missing]

@@ -39,13 +39,13 @@ class ModelCheck(NamedTuple):
     """Result of the check of a model.
 
     Attributes:
-        findings: Missing tensors, contradictions and doubts.
+        evidence: Missing tensors, contradictions and doubts.
         scope: Whether missing tensors could be detected.
         reference: Package, version and class with which tensors were compared, or None if a table
             describes the model, or nothing does.
     """
 
-    findings: list[Finding]
+    evidence: list[Finding]
     scope: Scope
     reference: str | None = None
 

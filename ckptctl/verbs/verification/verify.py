@@ -328,7 +328,7 @@ def _check_model(
     checked, notes = (
         ranks.broadcast(run_on_rank_zero(ranks, check_model)) if reference else check_model()
     )
-    state.findings += checked.findings
+    state.findings += checked.evidence
     state.scope, state.reference = checked.scope, checked.reference
     texts = notes.get_texts()
     state.notes += texts if state.complete else strip_structure_claim(texts)
