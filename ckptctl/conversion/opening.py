@@ -16,8 +16,12 @@ from ckptctl.conversion.checks import (
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.recognition.model import Model, ModelRequest, recognize_model
-from ckptctl.conversion.recognition.references import select_reference
+from ckptctl.conversion.recognition.model import (
+    DEFAULT_REFERENCE,
+    Model,
+    ModelRequest,
+    recognize_model,
+)
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import RefusedError
@@ -56,7 +60,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     opened = strip_wrappers(opened) if options.only == "model" else opened
     assets = gather_assets(opened, options.assets, options.carry)
     selected = options.model_type, options.from_layout, options.root, options.sizes
-    request = ModelRequest(*selected, reference=select_reference(options.reference))
+    request = ModelRequest(*selected, reference=options.reference or DEFAULT_REFERENCE)
     model = Model(opened, request, assets.documents)
     return Draft(options, target, destination, opened, assets, model, opened)
 

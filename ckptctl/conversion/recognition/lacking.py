@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl import families
-from ckptctl.conversion.recognition.model import CONFIG, Model
-from ckptctl.conversion.recognition.references import get_reference
+from ckptctl.conversion.recognition.model import CONFIG, NO_REFERENCE, Model
 from ckptctl.errors import MissingTensorsError, format_option, quote_names
 from ckptctl.numerics.quantization.survey import to_dequantized_names
 from ckptctl.numerics.quantized import is_unquantized, survey_leniently
@@ -174,8 +173,11 @@ def find_missing_tensors(
     """
     if not names or has_adapter_factors(names):
         return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
-    if model.request.reference and CONFIG in model.documents and not model.has_table:
-        return _compare_with_reference(model, names, model.request.reference)
+    needs_reference = model.request.reference != NO_REFERENCE and not model.has_table
+    if needs_reference and CONFIG in model.documents:
+        compared = _compare_with_reference(model, names)
+        if compared is not None and (compared.reference or not model.pairs):
+            return compared
     if not model.exact:
         model, names = _recognize_dequantized(model, names)
     allows_no_head = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
@@ -235,11 +237,16 @@ def find_missing_tensors(
     )
 
 
-def _compare_with_reference(model: Model, names: Collection[str], reference: str) -> MissingTensors:
-    """Compare *names* and their shapes with the tensors that *reference* requires.
+def _compare_with_reference(model: Model, names: Collection[str]) -> MissingTensors | None:
+    """Compare *names* and their shapes with a reference, or return None if none is installed.
 
     Tensors of quantized weights are compared as the weights that dequantization would produce.
     """
+    from ckptctl.conversion.recognition.references import select_reference  # few models need one
+
+    reference = select_reference(model.request.reference)
+    if reference is None:
+        return None
     config = model.documents[CONFIG]
     tensors, root = model.tensors, model.root
     shapes = {name: tensors[name].shape if name in tensors else None for name in names}
@@ -256,7 +263,7 @@ def _compare_with_reference(model: Model, names: Collection[str], reference: str
     if unsupported:
         unknown = f"{UNKNOWN_MODEL} (the quantization {unsupported} is not supported)"
         return MissingTensors((), False, model, unknown)
-    result = get_reference(reference).compare(config, shapes)
+    result = reference.compare(config, shapes)
     reason = result.failure
     if "quantization_config" in config and (result.unexpected_names or result.shapes):
         reason = f"{result.source} does not have the names of the quantized tensors"

@@ -55,6 +55,7 @@ Candidates: TypeAlias = Sequence[Candidate]
 MAX_SHOWN_CANDIDATES = 12
 
 
+NO_REFERENCE, DEFAULT_REFERENCE = "none", "default"
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 CONFIG_HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
@@ -99,15 +100,15 @@ class ModelRequest:
         layout: Name of the layout of the model's tensors.
         root: Prefix of the model's tensor names in the checkpoint.
         sizes: Axis sizes and numbers of layers, by name.
-        reference: Name of the reference that determines the tensors of a model without a table, or
-            None to use no reference.
+        reference: Name of the reference that determines the tensors of a model without a table,
+            ``default`` for one that is installed, or ``none``.
     """
 
     model_type: str | None = None
     layout: str | None = None
     root: str | None = None
     sizes: Mapping[str, int] | None = None
-    reference: str | None = None
+    reference: str = NO_REFERENCE
 
 
 DETECT_ALL = ModelRequest()

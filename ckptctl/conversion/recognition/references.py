@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from ckptctl.conversion.recognition.model import DEFAULT_REFERENCE
 from ckptctl.errors import format_option
 from ckptctl.installed import require_package
 from ckptctl.options import require_choice
@@ -19,7 +20,6 @@ from ckptctl.planner.config_facts import Json
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shapes of tensors by name, or None if the shape of a tensor is unknown."""
-NO_REFERENCE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,16 @@ BUILT_IN = (
 )
 
 
-def select_reference(name: str | None) -> str | None:
-    """Return the reference that the option *name* selects, or None if none applies.
-
-    If the option is None, the first installed reference applies.
+def select_reference(name: str) -> Reference | None:
+    """Return the reference *name*, or the first installed one for ``default``, or None.
 
     Raises:
         MissingPackageError: The reference is not installed.
     """
-    if name is None:
-        return next((reference.name for reference in BUILT_IN if reference.is_installed), None)
-    if name == NO_REFERENCE:
-        return None
-    for package in get_reference(name).packages:
-        require_package(package, format_option(f"--reference {name}"))
-    return name
-
-
-def get_reference(name: str) -> Reference:
-    """Return the reference *name*."""
+    if name == DEFAULT_REFERENCE:
+        return next((reference for reference in BUILT_IN if reference.is_installed), None)
     references = {reference.name: reference for reference in BUILT_IN}
-    return references[require_choice(name, "reference", list(references))]
+    selected = references[require_choice(name, "reference", list(references))]
+    for package in selected.packages:
+        require_package(package, format_option(f"--reference {name}"))
+    return selected

@@ -22,7 +22,6 @@ from ckptctl.conversion.recognition.model import (
     describe_model_locations,
     recognize_model,
 )
-from ckptctl.conversion.recognition.references import select_reference
 from ckptctl.conversion.recognition.roots import strip_wrappers, unmatched_pattern_error
 from ckptctl.conversion.sources import open_source, read_short_values
 from ckptctl.errors import (
@@ -99,7 +98,7 @@ def inspect_checkpoint(
             )
             return inspection
         statistics = _measure_catalog(catalog, options.include, progress) if options.stats else {}
-        request = ModelRequest(options.model_type, reference=select_reference(options.reference))
+        request = ModelRequest(options.model_type, reference=options.reference)
         inspection = describe_catalog(redact_path(path), catalog, statistics, request)
         return replace(inspection, values=read_short_values(catalog))
 

@@ -19,7 +19,7 @@ from ckptctl.conversion.recognition.model import (
     recognize_model,
 )
 from ckptctl.conversion.recognition.roots import strip_wrappers
-from ckptctl.errors import MappingError, UsageError, quote_names
+from ckptctl.errors import MappingError, MissingPackageError, UsageError, quote_names
 from ckptctl.facts.agreement import (
     FILES_DISAGREE,
     TENSORS_DISAGREE,
@@ -58,6 +58,8 @@ def check_model(model: Model, notes: Notes) -> ModelCheck:
     catalog, names = model.catalog, model.tensors
     try:
         missing_tensors = find_missing_tensors(model, names)
+    except MissingPackageError:
+        raise
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
         unknown = f"the configuration does not describe the model: {why}"

@@ -309,15 +309,18 @@ def _check_model(
         state.notes += texts if state.complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
-    from ckptctl.conversion.recognition.model import ModelRequest
-    from ckptctl.conversion.recognition.references import select_reference
+    from ckptctl.conversion.recognition.model import (
+        DEFAULT_REFERENCE,
+        NO_REFERENCE,
+        ModelRequest,
+    )
     from ckptctl.verbs.verification.model_check import (
         ModelCheck,
         is_determined_by_index,
         recognize_and_check_model,
     )
 
-    reference = select_reference(options.reference)
+    reference = options.reference or DEFAULT_REFERENCE
     request = ModelRequest(options.model_type, reference=reference)
 
     def check_model() -> tuple[ModelCheck, Notes]:
@@ -326,7 +329,9 @@ def _check_model(
 
     # Only one rank builds the model of a reference, which takes seconds.
     checked, notes = (
-        ranks.broadcast(run_on_rank_zero(ranks, check_model)) if reference else check_model()
+        check_model()
+        if reference == NO_REFERENCE
+        else ranks.broadcast(run_on_rank_zero(ranks, check_model))
     )
     state.findings += checked.evidence
     state.scope, state.reference = checked.scope, checked.reference
