@@ -98,6 +98,12 @@ def test_failure_of_reference_is_structure_complete(tmp_path: Path, use_result: 
     assert found["notes"] == [f"{UNKNOWN_MODEL} (too large)"]
 
 
+def test_model_that_reference_does_not_know_is_unknown(tmp_path: Path, use_result: Any) -> None:
+    calls = use_result(ReferenceResult())
+    assert run("verify", write(tmp_path / "model"))[1]["notes"] == [UNKNOWN_MODEL]
+    assert len(calls) == 1
+
+
 def test_inspect_uses_reference_only_on_request(tmp_path: Path, use_result: Any) -> None:
     calls = use_result(ReferenceResult(SOURCE, missing_names=("net.block.2.w1",)))
     path = write(tmp_path / "model")

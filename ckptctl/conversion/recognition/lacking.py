@@ -173,13 +173,14 @@ def find_missing_tensors(
     """
     if not names or has_adapter_factors(names):
         return MissingTensors((), False, model, UNKNOWN_ADAPTER if names else "")
-    needs_reference = model.request.reference != NO_REFERENCE and not model.has_table
-    if needs_reference and CONFIG in model.documents:
-        compared = _compare_with_reference(model, names)
-        if compared is not None and (compared.reference or not model.pairs):
-            return compared
+    stored_model, stored_names = model, names
     if not model.exact:
         model, names = _recognize_dequantized(model, names)
+    needs_reference = model.request.reference != NO_REFERENCE and not model.has_table
+    if needs_reference and CONFIG in model.documents:
+        compared = _compare_with_reference(stored_model, stored_names)
+        if compared is not None and (compared.reference or not model.pairs):
+            return compared
     allows_no_head = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
     uses_base_layout = is_base_layout(model.layout)
     if (
@@ -238,7 +239,7 @@ def find_missing_tensors(
 
 
 def _compare_with_reference(model: Model, names: Collection[str]) -> MissingTensors | None:
-    """Compare *names* and their shapes with a reference, or return None if none is installed.
+    """Compare *names* and their shapes with a reference, or return None if none knows the model.
 
     Tensors of quantized weights are compared as the weights that dequantization would produce.
     """
@@ -269,6 +270,8 @@ def _compare_with_reference(model: Model, names: Collection[str]) -> MissingTens
         reason = f"{result.source} does not have the names of the quantized tensors"
     if reason:
         return MissingTensors((), False, model, f"{UNKNOWN_MODEL} ({reason})")
+    if not result.source:
+        return None
     return MissingTensors(
         result.missing_names,
         True,

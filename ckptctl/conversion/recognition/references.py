@@ -27,7 +27,8 @@ class ReferenceResult:
     """Result of comparing tensors with a reference.
 
     Attributes:
-        source: Package, version and class of the reference, or an empty string if it was not found.
+        source: Package, version and class of the reference, or an empty string if the package does
+            not know the model, or if comparing failed.
         missing_names: Names of missing tensors, limited to the first ones if many are missing.
         more: Number of further missing tensors that *missing_names* does not include.
         unexpected_names: Names of tensors that the model does not have.
