@@ -38,8 +38,7 @@ ROOMS = {
     "formats": ("ckptctl.formats",),
     "numerics": ("ckptctl.numerics",),
     "adapters": ("ckptctl.adapters",),
-    "facts": ("ckptctl.facts",),
-    "references": ("ckptctl.references",),
+    "facts": ("ckptctl.facts", "ckptctl.references"),
     "remote": ("ckptctl.remote",),
     "converters": ("converters",),
     "verbs": ("ckptctl.verbs",),
@@ -55,7 +54,7 @@ ROOMS = {
 
 LEVELS = (
     ("shared", "planner", "storage", "conversion"),
-    ("formats", "numerics", "adapters", "facts", "references", "remote", "converters"),
+    ("formats", "numerics", "adapters", "facts", "remote", "converters"),
     ("verbs", "runs", "training"),
     ("cli", "integrations"),
 )
