@@ -278,7 +278,7 @@ def test_verify_and_convert_use_the_class_in_a_process(tmp_path: Path) -> None:
     assert found.reference == f"transformers {transformers.__version__} `BloomForCausalLM`"
     state.pop("transformer.h.1.mlp.dense_h_to_4h.bias")
     save_file(state, tmp_path / "bloom" / "model.safetensors")
-    with pytest.raises(MissingTensorsError, match="missing 1 tensor") as caught:
+    with pytest.raises(MissingTensorsError, match="missing a tensor") as caught:
         ckptctl.convert(tmp_path / "bloom", tmp_path / "out", to="dcp")
     assert "`transformer.h.1.mlp.dense_h_to_4h.bias`" in str(caught.value.why)
 

@@ -138,7 +138,9 @@ class MissingTensors:
             if self.reference:
                 number = len(self.names) + self.more
                 raise MissingTensorsError(
-                    f"the model is missing {pluralize(number, 'tensor', 'tensors')}",
+                    f"the model is missing {pluralize(number, 'tensor')}"
+                    if number > 1
+                    else "the model is missing a tensor",
                     where=where,
                     why=f"{self.reference} requires {quote_names(self.names, total=number)}",
                     hint=hint,
