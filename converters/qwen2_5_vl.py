@@ -44,22 +44,23 @@ v_bias  (k e)    self_attn.v_proj.bias
 norm_1  d        input_layernorm.weight
 """
 
-OUTPUT = """
-logical  axes  hf, hf-v5
-output   v d   lm_head.weight
-"""
-
 VISION_TINY = {"vd": 10, "va": 10, "vf": 14, "vc": 3, "vt": 2, "ph": 3, "pw": 3, "vm": 40, "vn": 40}
 
-MLX = (
-    "logical  axes  mlx: vision_tower." + VISION,
-    "logical  axes  mlx: vision_tower.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
-    qwen3_5.MLX_PATCH,
-    "logical  axes  mlx: language_model.model." + qwen3_5_text.EMBED,
-    "logical  axes  mlx: language_model.model.layers.{i}." + LAYER + qwen3_5_text.FEED_FORWARD,
-    "logical  axes  mlx: language_model.model." + qwen3_5_text.NORM,
-    qwen3_5_text.MLX_OUTPUT,
+TEXT = (
+    "logical  axes  hf: model." + qwen3_5_text.EMBED,
+    "logical  axes  hf: model.layers.{i}." + LAYER + qwen3_5_text.FEED_FORWARD,
+    "logical  axes  hf: model." + qwen3_5_text.NORM,
+    qwen3_5_text.OUTPUT,
 )
+
+PREFIXES = {
+    "hf-v5": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "mlx": {
+        "visual.": "vision_tower.",
+        "model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    },
+}
 
 FAMILY: Family = replace(
     qwen2.FAMILY,
@@ -70,19 +71,11 @@ FAMILY: Family = replace(
     tables=(
         "logical  axes  hf: visual." + VISION,
         "logical  axes  hf: visual.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
-        "logical  axes  hf: model." + qwen3_5_text.EMBED,
-        "logical  axes  hf: model.layers.{i}." + LAYER + qwen3_5_text.FEED_FORWARD,
-        "logical  axes  hf: model." + qwen3_5_text.NORM,
-        OUTPUT,
-        "logical  axes  hf-v5: model.visual." + VISION,
-        "logical  axes  hf-v5: model.visual.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
-        "logical  axes  hf-v5: model.language_model." + qwen3_5_text.EMBED + qwen3_5_text.NORM,
-        "logical  axes  hf-v5: model.language_model.layers.{i}."
-        + LAYER
-        + qwen3_5_text.FEED_FORWARD,
-        *MLX,
+        *TEXT,
+        qwen3_5.MLX_PATCH,
     ),
-    like={"mlx": ""},
+    like={"hf-v5": "hf"},
+    prefixes=PREFIXES,
     architecture="Qwen2_5_VLForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     formulas=qwen3_5.VISION_FORMULAS,

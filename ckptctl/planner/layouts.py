@@ -194,6 +194,8 @@ class Family:
         layouts: Names of the layouts. Of two identical layouts, the first one is preferred.
         tables: Text tables of the tensors, as in :mod:`ckptctl.planner.families.tables`.
         like: For a layout, another layout whose cells it inherits unless the tables override them.
+        prefixes: For a layout that inherits cells, prefixes of keys and their replacements. Of
+            several matching prefixes, the longest one is replaced.
         architecture: Name of the model class in config.json.
         aliases: Other names that users may specify.
         drops: Rules to drop stored tensors that contain no information.
@@ -247,6 +249,7 @@ class Family:
     tables: tuple[str, ...]
     architecture: str
     like: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     drops: tuple[Drop, ...] = ()
     ties: tuple[Tie, ...] = ()
@@ -290,7 +293,8 @@ class Family:
         Shared tables may have columns for layouts that this family does not have.
         """
         tensor_by_name: dict[str, LogicalTensor] = {}
-        parsed = (*parse_tables(self.tables, {**INHERITED_LAYOUTS, **self.like}), *self.rows)
+        like = {**INHERITED_LAYOUTS, **self.like}
+        parsed = (*parse_tables(self.tables, like, self.prefixes), *self.rows)
         tensors = add_companions(parsed, self.companions) if self.companions else parsed
         for tensor in tensors:
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
@@ -317,7 +321,8 @@ class Family:
         """Dot-separated components of the keys of all layouts, extracted without parsing tables."""
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
         keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
-        texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
+        prefixes = (text for renames in self.prefixes.values() for text in renames.values())
+        texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys, *prefixes)
         return frozenset(_KEY_PART.findall("\n".join(texts)))
 
     @cached_property

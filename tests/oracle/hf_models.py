@@ -19,20 +19,9 @@ State = dict[str, torch.Tensor]
 
 CLASSES = {
     "llama4_text": "Llama4ForCausalLM",
-    "llama4": "Llama4ForConditionalGeneration",
-    "llava": "LlavaForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "gemma4": "Gemma4ForConditionalGeneration",
-    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
 }
-ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.")
+ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.", "vision_tower.")
 """Parts of models with zero-centred norms whose own norms multiply with the weight."""
 BOUNDS = ("put_min", "put_max")
 """What the names of the numbers end with that a layer clips to."""
@@ -45,8 +34,13 @@ def class_of(config: Any) -> Any:
         return getattr(transformers, config.architectures[0])
     if config.model_type in CLASSES:
         return getattr(transformers, CLASSES[config.model_type])
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
+    if getattr(config, "vision_config", None) is not None:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
@@ -81,7 +75,7 @@ def randomize(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0)
 def has_zero_centred_norms(config: Any) -> bool:
     """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
     kind = str(config.model_type)
-    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5", "paligemma"))
     return named and not kind.startswith("gemma4")
 
 

@@ -112,6 +112,28 @@ def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _squares(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Return square pictures of 4 x 4 patches, which some models merge by four."""
+    kind, side = config.model_type, 20
+    merge = {"internvl": 2, "idefics3": 2, "smolvlm": 2}.get(kind, 1)
+    count, shape = 16 // merge**2, (3, side, side)
+    found: dict[str, Any] = {}
+    if kind in ("idefics3", "smolvlm"):
+        shape = (1, *shape)
+    if kind in ("llava_next", "llava_onevision"):  # one tile, in rows of five, after the picture
+        count, shape = count + 4 * 5, (2, *shape)
+        found["image_sizes"] = torch.tensor([[side, side]] * 2)
+    if kind == "paligemma":  # all tokens of a prompt see each other, the first are the picture's
+        found["token_type_ids"] = torch.zeros_like(ids)
+    ids = _with_image_tokens(config, ids, count, at=0 if kind == "paligemma" else 2)
+    return {"input_ids": ids, "pixel_values": _noise(2, *shape), **found}
+
+
+def _llava(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    has_pixtral = config.vision_config.model_type == "pixtral"
+    return (_pixtral if has_pixtral else _squares)(config, ids)
+
+
 def _in_patches(
     config: Any, ids: torch.Tensor, grid: tuple[int, int], *patch: int
 ) -> dict[str, Any]:
@@ -193,12 +215,19 @@ _BUILDERS = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "mistral3": _pixtral,
-    "llava": _pixtral,
+    "llava": _llava,
+    "llava_next": _squares,
+    "llava_onevision": _squares,
+    "paligemma": _squares,
+    "internvl": _squares,
+    "idefics3": _squares,
+    "smolvlm": _squares,
     "kimi_k25": _kimi,
     "muse_glimmer": _muse,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
+    "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
 }

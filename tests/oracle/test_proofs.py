@@ -25,8 +25,11 @@ ELSEWHERE = {
         for layout in ("hf-3.5", "hf-fresh")
     },
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
-    ("kimi_k25", "hf-fresh"): "test_fresh.py",
-    ("deepseek_v4", "hf-fresh"): "test_fresh.py",
+    **{
+        (name, "hf-fresh"): "test_fresh.py"
+        for name in ("kimi_k25", "deepseek_v4", "llava", "llava_next", "llava_onevision")
+    },
+    ("paligemma", "hf-fresh"): "test_fresh.py",
 }
 """Compared by a test of its own."""
 

@@ -28,7 +28,7 @@ dimension, outermost first, in einops' notation. A cell may list a different ord
 
 If several rows have the same key without ``#``, one stored tensor represents all of them. Later
 tables replace cells or axes of earlier ones. A layout may be declared like another one, whose cells
-it then inherits unless the tables override them.
+it then inherits unless the tables override them. Inherited keys may have other prefixes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ckptctl.planner.families.templates import Template
 from ckptctl.units import pluralize
@@ -52,6 +52,7 @@ class TableError(ValueError):
 
 
 Dims = tuple[tuple[str, ...], ...]
+Prefixes: TypeAlias = Mapping[str, Mapping[str, str]]
 
 SCALAR = "scalar"
 """Table entry for the axes of a 0-d tensor."""
@@ -198,9 +199,11 @@ class _Row(NamedTuple):
     cells: Mapping[str, _Cell | None]
     block: int = 0
 
-    def build_tensor(self, like: Mapping[str, str]) -> LogicalTensor:
+    def build_tensor(self, like: Mapping[str, str], prefixes: Prefixes) -> LogicalTensor:
         inherited_cells = {
-            layout: self.cells.get(like[layout]) for layout in like if layout not in self.cells
+            layout: _replace_prefix(self.cells.get(origin), prefixes.get(layout, {}))
+            for layout, origin in like.items()
+            if layout not in self.cells
         }
         leaves = {
             layout: _build_leaf(cell, self.axes, self.indices)
@@ -219,6 +222,15 @@ class _Row(NamedTuple):
         )
 
 
+def _replace_prefix(cell: _Cell | None, prefixes: Mapping[str, str]) -> _Cell | None:
+    """Replace the longest prefix of the key of *cell* that *prefixes* contain."""
+    matching = [prefix for prefix in prefixes if cell and cell.key.startswith(prefix)]
+    if cell is None or not matching:
+        return cell
+    old = max(matching, key=len)
+    return cell._replace(key=prefixes[old] + cell.key.removeprefix(old))
+
+
 @lru_cache(maxsize=16384)
 def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
     """Build the leaf for a cell. Families with equal cells share one cached leaf."""
@@ -232,10 +244,15 @@ def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
     return Leaf(key, dims, spread, *cell[1:-1])
 
 
-def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[LogicalTensor, ...]:
+def parse_tables(
+    tables: Sequence[str], like: Mapping[str, str], prefixes: Prefixes | None = None
+) -> tuple[LogicalTensor, ...]:
     """Parse *tables* into logical tensors, where later tables override cells of earlier tables.
 
-    *like* names, for a layout, another layout from which it inherits missing cells.
+    Args:
+        tables: Text of each table.
+        like: For a layout, another layout from which it inherits missing cells.
+        prefixes: For a layout, prefixes of inherited keys, each with its replacement.
 
     Raises:
         TableError: A table cannot be parsed.
@@ -248,7 +265,7 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Logica
                 rows[row.name] = known_row._replace(axes=row.axes or known_row.axes, cells=cells)
             else:
                 rows[row.name] = row._replace(block=block)
-    return tuple(row.build_tensor(like) for row in rows.values())
+    return tuple(row.build_tensor(like, prefixes or {}) for row in rows.values())
 
 
 @lru_cache(maxsize=1024)

@@ -55,7 +55,7 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
     for name in config.sub_configs:
         if found.get(name):
             found[name] = spelled_as_before(getattr(config, name))
-    if getattr(config, "hidden_size", None):
+    if getattr(config, "num_attention_heads", None):
         own = config.hidden_size // config.num_attention_heads
         found["head_dim"] = found.get("head_dim") or own
     local = [kind == "sliding_attention" for kind in found.get("layer_types") or ()]

@@ -25,6 +25,9 @@ GIVEN = (
 )
 """What is passed on as transformers is given it."""
 
+ONE_PICTURE = ("internvl", "llava", "paligemma")
+"""Models that mlx-vlm gives all pictures of a batch to each of its sequences."""
+
 
 def spelled(config: Any) -> dict[str, Any]:
     """Return config.json of transformers' *config* as published models have it."""
@@ -34,20 +37,22 @@ def spelled(config: Any) -> dict[str, Any]:
         vision["model_type"] = vision["model_type"].removesuffix("_vision")
         sections = config.text_config.rope_parameters["mrope_section"]
         text["rope_scaling"] = {"type": "default", "mrope_section": sections}
-    if config.model_type == "qwen2_5_vl":
+    if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
         return {**found, **text, "model_type": found["model_type"]}
     return found
 
 
 def not_stated(config: Any) -> dict[str, Any]:
     """Return what published models do not state and mlx-vlm takes a default for."""
+    nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
+    if config.model_type == "paligemma":
+        return nothing
     if config.model_type != "gemma3":
         return {}
     stated = {"mm_tokens_per_image": config.mm_tokens_per_image}
     text = mlx.spelled_as_before(config)["text_config"] | stated
     text["rope_global_base_freq"] = text["rope_theta"]
     sizes = {name: text[name] for name in ("hidden_size", "vocab_size")}
-    nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
     return {**sizes, **nothing, "text_config": text}
 
 
@@ -89,7 +94,10 @@ def build(config: Any) -> torch.nn.Module:
 
 
 NAMES = (
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl.tied", "qwen3_vl_moe"),
+    *("internvl.qwen3", "llava", "llava_onevision"),
+    *("paligemma", "paligemma.gemma2"),
+    *("idefics3", "idefics3.smolvlm"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl.tied", "qwen3_vl_moe"),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
     *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
 )
@@ -112,6 +120,11 @@ def answers(run: Any, config: Any) -> torch.Tensor:
     more = {name: mx.array(value.numpy()) for name, value in given.items() if name in GIVEN}
     if config.model_type == "gemma3":
         return _gemma3(run, ids, pixels)
+    if config.model_type in ONE_PICTURE:
+        each = zip(ids.split(1), pixels.split(1), strict=True)
+        mask = mx.ones((1, ids.shape[1])) if config.model_type == "paligemma" else None
+        calls = (run(mx.array(i.numpy()), mlx._mlx(p), mask=mask) for i, p in each)
+        return torch.cat([mlx._torch(call.logits) for call in calls])
     return mlx._torch(run(mx.array(ids.numpy()), mlx._mlx(pixels), mask=None, **more).logits)
 
 

@@ -22,6 +22,7 @@ from tests.oracle.tiny import (
     qwen_vl,
     seeing,
     sparse,
+    vision,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **seeing.TINY,
     **sparse.TINY,
     **hybrid.TINY,
+    **vision.TINY,
 }
 
 

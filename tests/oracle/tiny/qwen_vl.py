@@ -48,7 +48,7 @@ SPECIAL: dict[str, Any] = {
 }
 
 
-def _text(**more: Any) -> dict[str, Any]:
+def text_sizes(**more: Any) -> dict[str, Any]:
     found = sizes() | {"vocab_size": MULTIMODAL_VOCAB, "tie_word_embeddings": False} | more
     half = found.get("head_dim", 16) // 2
     found["rope_parameters"] |= {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
@@ -56,12 +56,12 @@ def _text(**more: Any) -> dict[str, Any]:
 
 
 def _hybrid() -> dict[str, Any]:
-    found = _text(**HYBRID)
+    found = text_sizes(**HYBRID)
     found["rope_parameters"] |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
     return found
 
 
-def _vision() -> dict[str, Any]:
+def vision_sizes() -> dict[str, Any]:
     return {
         "depth": 2,
         "hidden_size": 24,
@@ -81,12 +81,14 @@ def qwen3_5_text() -> PretrainedConfig:
 
 def qwen3_5() -> PretrainedConfig:
     """Qwen3.5 9B."""
-    return Qwen3_5Config(text_config=_hybrid(), vision_config=_vision(), **SPECIAL)
+    return Qwen3_5Config(text_config=_hybrid(), vision_config=vision_sizes(), **SPECIAL)
 
 
 def qwen3_5_tied() -> PretrainedConfig:
     """Qwen3.5 0.8B."""
-    return Qwen3_5Config(text_config=_hybrid() | TIED, vision_config=_vision(), **SPECIAL, **TIED)
+    return Qwen3_5Config(
+        text_config=_hybrid() | TIED, vision_config=vision_sizes(), **SPECIAL, **TIED
+    )
 
 
 def _hybrid_experts() -> dict[str, Any]:
@@ -102,37 +104,39 @@ def qwen3_5_moe_text() -> PretrainedConfig:
 
 def qwen3_5_moe() -> PretrainedConfig:
     """Qwen3.5 35B-A3B: experts and a shared one in every layer."""
-    return Qwen3_5MoeConfig(text_config=_hybrid_experts(), vision_config=_vision(), **SPECIAL)
+    return Qwen3_5MoeConfig(text_config=_hybrid_experts(), vision_config=vision_sizes(), **SPECIAL)
 
 
-def _deep() -> dict[str, Any]:
+def deep_vision_sizes() -> dict[str, Any]:
     """Two of three layers of the tower reach into the language model."""
-    return _vision() | {"depth": 3, "deepstack_visual_indexes": [0, 2]}
+    return vision_sizes() | {"depth": 3, "deepstack_visual_indexes": [0, 2]}
 
 
 def qwen3_vl() -> PretrainedConfig:
     """Qwen3-VL 8B."""
-    return Qwen3VLConfig(text_config=_text(head_dim=32), vision_config=_deep(), **SPECIAL)
+    return Qwen3VLConfig(
+        text_config=text_sizes(head_dim=32), vision_config=deep_vision_sizes(), **SPECIAL
+    )
 
 
 def qwen3_vl_tied() -> PretrainedConfig:
     """Qwen3-VL 2B."""
-    text = _text(head_dim=32) | TIED
-    return Qwen3VLConfig(text_config=text, vision_config=_deep(), **SPECIAL, **TIED)
+    text = text_sizes(head_dim=32) | TIED
+    return Qwen3VLConfig(text_config=text, vision_config=deep_vision_sizes(), **SPECIAL, **TIED)
 
 
 def qwen3_vl_moe() -> PretrainedConfig:
     """Qwen3-VL 30B-A3B, with a dense first layer, as configs allow."""
-    text = _text(head_dim=32, mlp_only_layers=[0], **EXPERTS)
+    text = text_sizes(head_dim=32, mlp_only_layers=[0], **EXPERTS)
     del text["shared_expert_intermediate_size"]
-    return Qwen3VLMoeConfig(text_config=text, vision_config=_deep(), **SPECIAL)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=deep_vision_sizes(), **SPECIAL)
 
 
 def qwen2_5_vl() -> PretrainedConfig:
     """Qwen2.5-VL 7B: the first layer of the tower sees windows of 4 x 4 patches alone."""
-    vision = _vision() | {"window_size": 20, "fullatt_block_indexes": [1]}
+    vision = vision_sizes() | {"window_size": 20, "fullatt_block_indexes": [1]}
     del vision["num_position_embeddings"]
-    return Qwen2_5_VLConfig(text_config=_text(), vision_config=vision, **SPECIAL)
+    return Qwen2_5_VLConfig(text_config=text_sizes(), vision_config=vision, **SPECIAL)
 
 
 TINY = {

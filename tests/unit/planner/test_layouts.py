@@ -153,6 +153,19 @@ def test_tables_parse_into_tensors_and_leaves():
     assert n.leaves == {} and n.block == 1
 
 
+def test_inherited_keys_get_longest_matching_prefix():
+    table = """
+        logical  axes  hf            mlx
+        embed    v d   model.embed   -
+        q        h d   model.text.q  own.q
+        patch    d c   visual.patch  -
+    """
+    changes = {"v5": {"model.": "a.", "model.text.": "b.", "own.": "c."}, "mlx": {"own.": "c."}}
+    found = parse_tables((table,), {"v5": "hf"}, changes)
+    assert [t.leaves["v5"].key.text for t in found] == ["a.embed", "b.q", "visual.patch"]
+    assert found[1].leaves["mlx"].key.text == "own.q"
+
+
 @pytest.mark.parametrize(
     "table",
     [

@@ -1,0 +1,189 @@
+"""Models with towers that have no module of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    Idefics3Config,
+    InternVLConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
+    PaliGemmaConfig,
+    PretrainedConfig,
+    Qwen2VLConfig,
+    SmolVLMConfig,
+)
+
+from tests.oracle.tiny.qwen_vl import SPECIAL, text_sizes, vision_sizes
+from tests.oracle.tiny.sizes import COMMON, MULTIMODAL_VOCAB, rope
+
+TEXT: dict[str, Any] = COMMON | {"vocab_size": MULTIMODAL_VOCAB, "rope_parameters": rope(10000.0)}
+SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 20,
+    "patch_size": 5,
+}
+CLIP: dict[str, Any] = SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 3}
+
+
+def qwen2_vl() -> PretrainedConfig:
+    """Qwen2-VL 7B."""
+    vision = vision_sizes() | {"embed_dim": 24, "hidden_size": 64}
+    for name in ("num_position_embeddings", "intermediate_size", "out_hidden_size"):
+        del vision[name]
+    return Qwen2VLConfig(text_config=text_sizes(), vision_config=vision, **SPECIAL)
+
+
+def internvl() -> PretrainedConfig:
+    """InternVL 3: InternViT and Qwen 2.5."""
+    vision = {
+        **{name: value for name, value in SIGLIP.items() if name != "model_type"},
+        "image_size": [20, 20],
+        "patch_size": [5, 5],
+        "attention_bias": True,
+    }
+    return InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_id=128,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+
+
+def internvl_qwen3() -> PretrainedConfig:
+    """InternVL 3.5, and the larger InternViT; with the GELU that mlx-vlm has."""
+    found = internvl().to_dict() | {"projector_hidden_act": "gelu_pytorch_tanh"}
+    found["text_config"] = TEXT | {"model_type": "qwen3", "head_dim": 16}
+    found["vision_config"] |= {"attention_bias": False, "use_qk_norm": True}
+    found["vision_config"] |= {"norm_type": "rms_norm", "hidden_act": "gelu_pytorch_tanh"}
+    return InternVLConfig(**found)
+
+
+def paligemma(**text: Any) -> PretrainedConfig:
+    """PaliGemma: SigLIP and Gemma."""
+    sizes = {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True}
+    return PaliGemmaConfig(
+        text_config=TEXT | sizes | text,
+        vision_config=SIGLIP | {"projection_dim": 64, "vision_use_head": False},
+        image_token_index=128,
+        projection_dim=64,
+        hidden_size=64,
+    )
+
+
+def paligemma_2() -> PretrainedConfig:
+    """PaliGemma 2: Gemma 2, of which the first layer has a window."""
+    return paligemma(model_type="gemma2", head_dim=32, query_pre_attn_scalar=32)
+
+
+def llava_onevision() -> PretrainedConfig:
+    """LLaVA-OneVision: SigLIP and Qwen 2."""
+    return LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=SIGLIP | {"vision_use_head": False},
+        image_token_index=128,
+        video_token_index=129,
+        image_grid_pinpoints=[[20, 20], [20, 40]],
+        tie_word_embeddings=False,
+    )
+
+
+def llava() -> PretrainedConfig:
+    return LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=CLIP,
+        image_token_index=128,
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+
+
+def llava_next() -> PretrainedConfig:
+    return LlavaNextConfig(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=CLIP,
+        image_token_index=128,
+        image_grid_pinpoints=[[20, 20], [20, 40]],
+        tie_word_embeddings=False,
+    )
+
+
+def idefics3(kind: type[PretrainedConfig] = Idefics3Config) -> PretrainedConfig:
+    """Idefics 3."""
+    vision = {name: value for name, value in SIGLIP.items() if name != "model_type"}
+    return kind(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=vision,
+        image_token_id=128,
+        pad_token_id=135,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+
+
+def smolvlm() -> PretrainedConfig:
+    """SmolVLM 2."""
+    return idefics3(SmolVLMConfig)
+
+
+GLM_SPECIAL: dict[str, Any] = {
+    "image_token_id": 128,
+    "video_token_id": 129,
+    "image_start_token_id": 130,
+    "image_end_token_id": 131,
+    "video_start_token_id": 132,
+    "video_end_token_id": 133,
+    "tie_word_embeddings": False,
+}
+
+
+def _glm_vision() -> dict[str, Any]:
+    found = vision_sizes() | {"image_size": 15}
+    del found["num_position_embeddings"]
+    return found
+
+
+def glm4v() -> PretrainedConfig:
+    """GLM-4.1V 9B."""
+    text = TEXT | {
+        "rope_parameters": rope(10000.0)
+        | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
+    }
+    return Glm4vConfig(text_config=text, vision_config=_glm_vision(), **GLM_SPECIAL)
+
+
+def glm4v_moe() -> PretrainedConfig:
+    """GLM-4.5V: a dense layer, then experts."""
+    text = glm4v().text_config.to_dict() | {
+        "model_type": "glm4v_moe_text",
+        "moe_intermediate_size": 28,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+    }
+    return Glm4vMoeConfig(text_config=text, vision_config=_glm_vision(), **GLM_SPECIAL)
+
+
+TINY = {
+    "qwen2_vl": qwen2_vl,
+    "internvl": internvl,
+    "internvl.qwen3": internvl_qwen3,
+    "paligemma": paligemma,
+    "paligemma.gemma2": paligemma_2,
+    "llava_onevision": llava_onevision,
+    "idefics3": idefics3,
+    "idefics3.smolvlm": smolvlm,
+    "llava": llava,
+    "llava_next": llava_next,
+    "glm4v": glm4v,
+    "glm4v_moe": glm4v_moe,
+}
