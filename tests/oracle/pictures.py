@@ -116,7 +116,8 @@ def _squares(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Return square pictures of 4 x 4 patches, which some models merge by four."""
     kind, side = config.model_type, 20
     merge = {"internvl": 2, "idefics3": 2, "smolvlm": 2}.get(kind, 1)
-    count, shape = 16 // merge**2, (3, side, side)
+    count = 16 // merge**2
+    shape: tuple[int, ...] = (3, side, side)
     found: dict[str, Any] = {}
     if kind in ("idefics3", "smolvlm"):
         shape = (1, *shape)
@@ -157,17 +158,31 @@ def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     return _in_patches(config, ids, (6, 6), vision.patch_temporal * 3 * vision.patch_size**2)
 
 
+def _inkling(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Return two pictures of one patch each, which is a token, and two frames of sound."""
+    vision, audio = config.vision_config, config.audio_config
+    ids[:, 20:22] = config.audio_token_id
+    shape = (vision.temporal_patch_size, vision.patch_size, vision.patch_size, 3)
+    return {
+        "input_ids": _with_image_tokens(config, ids, 1),
+        "pixel_values": _noise(2, *shape),
+        "audio_input_ids": torch.arange(4 * audio.n_mel_bins).reshape(4, -1) % audio.mel_vocab_size,
+    }
+
+
 def _qwen(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Two pictures of 4 x 6 patches, of which each four are merged into a token.
 
     The token that announces a picture is where mlx-vlm looks for one.
     """
     vision = config.vision_config
-    rows, columns = 2 * vision.spatial_merge_size, 3 * vision.spatial_merge_size
+    across = 2 if config.model_type.startswith("glm") else 3  # mlx-vlm interpolates otherwise
+    rows, columns = 2 * vision.spatial_merge_size, across * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     size = channels * vision.temporal_patch_size * vision.patch_size**2
-    ids = _with_image_tokens(config, ids, 6, at=3)
-    ids[:, 2] = config.vision_start_token_id
+    ids = _with_image_tokens(config, ids, 2 * across, at=3)
+    starts = ("vision_start_token_id", "image_start_token_id")
+    ids[:, 2] = next(getattr(config, name) for name in starts if hasattr(config, name))
     return {
         "input_ids": ids,
         "pixel_values": _noise(2 * rows * columns, size),
@@ -223,11 +238,15 @@ _BUILDERS = {
     "idefics3": _squares,
     "smolvlm": _squares,
     "kimi_k25": _kimi,
+    "inkling_mm_model": _inkling,
     "muse_glimmer": _muse,
+    "muse_spark": _muse,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
+    "glm4v": _qwen,
+    "glm4v_moe": _qwen,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
 }

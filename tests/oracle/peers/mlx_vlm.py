@@ -25,7 +25,7 @@ GIVEN = (
 )
 """What is passed on as transformers is given it."""
 
-ONE_PICTURE = ("internvl", "llava", "paligemma")
+ONE_PICTURE = ("glm4v", "glm4v_moe", "internvl", "llava", "paligemma")
 """Models that mlx-vlm gives all pictures of a batch to each of its sequences."""
 
 
@@ -47,6 +47,12 @@ def not_stated(config: Any) -> dict[str, Any]:
     nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
     if config.model_type == "paligemma":
         return nothing
+    if config.model_type.startswith("glm4v"):
+        sections = config.text_config.rope_parameters["mrope_section"]
+        scaling = {"type": "default", "mrope_section": sections}
+        stated = {"use_qk_norm": False, "rope_scaling": scaling}
+        text = mlx.spelled_as_before(config)["text_config"] | stated
+        return {"vision_start_token_id": config.image_start_token_id, "text_config": text}
     if config.model_type != "gemma3":
         return {}
     stated = {"mm_tokens_per_image": config.mm_tokens_per_image}
@@ -96,8 +102,16 @@ def build(config: Any) -> torch.nn.Module:
 NAMES = (
     *("internvl.qwen3", "llava", "llava_onevision"),
     *("paligemma", "paligemma.gemma2"),
-    *("idefics3", "idefics3.smolvlm"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl.tied", "qwen3_vl_moe"),
+    *(
+        "idefics3",
+        "glm4v",
+        "glm4v_moe",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl.tied",
+        "qwen3_vl_moe",
+    ),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
     *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
 )
@@ -121,9 +135,10 @@ def answers(run: Any, config: Any) -> torch.Tensor:
     if config.model_type == "gemma3":
         return _gemma3(run, ids, pixels)
     if config.model_type in ONE_PICTURE:
-        each = zip(ids.split(1), pixels.split(1), strict=True)
+        each = zip(ids.split(1), pixels.chunk(len(ids)), strict=True)
         mask = mx.ones((1, ids.shape[1])) if config.model_type == "paligemma" else None
-        calls = (run(mx.array(i.numpy()), mlx._mlx(p), mask=mask) for i, p in each)
+        more = {name: value[:1] for name, value in more.items()}  # pictures have one size
+        calls = (run(mx.array(i.numpy()), mlx._mlx(p), mask=mask, **more) for i, p in each)
         return torch.cat([mlx._torch(call.logits) for call in calls])
     return mlx._torch(run(mx.array(ids.numpy()), mlx._mlx(pixels), mask=None, **more).logits)
 

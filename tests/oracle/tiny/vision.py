@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     Idefics3Config,
+    InklingConfig,
     InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
+    MuseSparkConfig,
     PaliGemmaConfig,
     PretrainedConfig,
     Qwen2VLConfig,
     SmolVLMConfig,
 )
 
+from tests.oracle.tiny import seeing
 from tests.oracle.tiny.qwen_vl import SPECIAL, text_sizes, vision_sizes
 from tests.oracle.tiny.sizes import COMMON, MULTIMODAL_VOCAB, rope
 
@@ -147,7 +151,7 @@ GLM_SPECIAL: dict[str, Any] = {
 
 
 def _glm_vision() -> dict[str, Any]:
-    found = vision_sizes() | {"image_size": 15}
+    found = vision_sizes() | {"image_size": 20, "rms_norm_eps": 1e-6}
     del found["num_position_embeddings"]
     return found
 
@@ -156,7 +160,7 @@ def glm4v() -> PretrainedConfig:
     """GLM-4.1V 9B."""
     text = TEXT | {
         "rope_parameters": rope(10000.0)
-        | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
+        | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     }
     return Glm4vConfig(text_config=text, vision_config=_glm_vision(), **GLM_SPECIAL)
 
@@ -173,6 +177,74 @@ def glm4v_moe() -> PretrainedConfig:
     return Glm4vMoeConfig(text_config=text, vision_config=_glm_vision(), **GLM_SPECIAL)
 
 
+def muse_spark() -> PretrainedConfig:
+    """Muse Spark: a dense layer, then experts; the last layer does not rotate."""
+    text = COMMON | {
+        "vocab_size": MULTIMODAL_VOCAB,
+        "intermediate_size": 56,
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "moe_hidden_size": 28,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "rope_parameters": rope(500000.0),
+    }
+    return MuseSparkConfig(
+        text_config=text,
+        vision_config=seeing.VISION
+        | {"num_hidden_layers": 3, "patch_temporal": 2, "merge_size": 2},
+        audio_config={
+            "patch_sizes": [2, 2],
+            "hidden_sizes": [12, 16],
+            "depths": [2, 2],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 64,
+        },
+        out_hidden_size=192,
+        projector_hidden_size=40,
+        image_token_id=130,
+        video_token_id=131,
+        audio_token_id=132,
+    )
+
+
+def inkling() -> PretrainedConfig:
+    """Inkling: two layers with windows and one without, which has more heads; 4 and 2 experts."""
+    pytest.importorskip("scipy", reason="scipy, with which transformers plans the tower")
+    return InklingConfig(
+        text_config={
+            "vocab_size": MULTIMODAL_VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 16,
+            "sliding_window_size": 8,
+            "d_rel": 6,
+            "rel_extent": 64,
+            "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "intermediate_size": 96,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+        },
+        audio_config={"n_mel_bins": 6, "mel_vocab_size": 8, "text_hidden_size": 64},
+        vision_config={"text_hidden_size": 64, "patch_size": 8, "n_layers": 2},
+        image_token_id=130,
+        audio_token_id=131,
+        image_bos_token_id=132,
+        audio_bos_token_id=133,
+    )
+
+
 TINY = {
     "qwen2_vl": qwen2_vl,
     "internvl": internvl,
@@ -186,4 +258,6 @@ TINY = {
     "llava_next": llava_next,
     "glm4v": glm4v,
     "glm4v_moe": glm4v_moe,
+    "inkling": inkling,
+    "muse_spark": muse_spark,
 }
