@@ -1,4 +1,4 @@
-"""Qwen 3.5 and 3.6 vision-language models, dense: 0.8B to 27B.
+"""Qwen 3.5, 3.6 and 3.8 vision-language models, dense: 0.8B to 27B.
 
 torchtitan has separate tensors for queries, keys and values of delta nets and of the vision tower,
 and a matrix as patch embedding. mlx-vlm has a channels-last patch embedding. mlx-lm reads only the
@@ -172,8 +172,8 @@ VISION_FORMULAS = (
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5",
-    title="Qwen 3.5, Qwen 3.6, dense",
-    aliases=("qwen3_6",),
+    title="Qwen 3.5, 3.6, 3.8, dense",
+    aliases=("qwen3_6", "qwen3_8"),
     layouts=("hf", "torchtitan@0.3", "mlx"),
     tables=(
         *VISUAL,

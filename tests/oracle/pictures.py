@@ -114,7 +114,7 @@ def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 def _squares(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Return square pictures of 4 x 4 patches, which some models merge by four."""
-    kind, side = config.model_type, 20
+    kind, side = config.model_type, 16
     merge = {"internvl": 2, "idefics3": 2, "smolvlm": 2}.get(kind, 1)
     count = 16 // merge**2
     shape: tuple[int, ...] = (3, side, side)

@@ -33,6 +33,9 @@ UNDECIDED = (
     ("deepstack_visual_indexes", "absent"),
     ("cross_attention_layers", "absent"),
     ("no_rope_layer_interval", "zero"),
+    ("text_config.model_type", "absent"),
+    ("norm_type", "absent"),
+    ("audio_config", "absent"),
 )
 """What transformers refuses and ckptctl does not find: facts that switch tensors off where they are
 not stated, and others that transformers compares with each other."""

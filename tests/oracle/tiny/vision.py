@@ -32,8 +32,8 @@ SIGLIP: dict[str, Any] = {
     "intermediate_size": 36,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "image_size": 20,
-    "patch_size": 5,
+    "image_size": 16,
+    "patch_size": 4,
 }
 CLIP: dict[str, Any] = SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 3}
 
@@ -50,8 +50,8 @@ def internvl() -> PretrainedConfig:
     """InternVL 3: InternViT and Qwen 2.5."""
     vision = {
         **{name: value for name, value in SIGLIP.items() if name != "model_type"},
-        "image_size": [20, 20],
-        "patch_size": [5, 5],
+        "image_size": [16, 16],
+        "patch_size": [4, 4],
         "attention_bias": True,
     }
     return InternVLConfig(
@@ -96,7 +96,7 @@ def llava_onevision() -> PretrainedConfig:
         vision_config=SIGLIP | {"vision_use_head": False},
         image_token_index=128,
         video_token_index=129,
-        image_grid_pinpoints=[[20, 20], [20, 40]],
+        image_grid_pinpoints=[[16, 16], [16, 32]],
         tie_word_embeddings=False,
     )
 
@@ -116,7 +116,7 @@ def llava_next() -> PretrainedConfig:
         text_config=TEXT | {"model_type": "mistral"},
         vision_config=CLIP,
         image_token_index=128,
-        image_grid_pinpoints=[[20, 20], [20, 40]],
+        image_grid_pinpoints=[[16, 16], [16, 32]],
         tie_word_embeddings=False,
     )
 
