@@ -9,7 +9,7 @@ from ckptctl.planner.layouts import SIZES, Family, Tie
 
 from . import _hf, _proofs
 
-LAYER = """
+ATTENTION = """
 logical     axes     hf: model.layers.{i}.
 norm_1      d        input_layernorm.weight
 q           (h e) d  self_attn.q_proj.weight
@@ -20,6 +20,9 @@ v           (k e) d  self_attn.v_proj.weight
 v_bias?qkv  (k e)    self_attn.v_proj.bias
 o           d (h e)  self_attn.o_proj.weight
 o_bias?     d        self_attn.o_proj.bias
+"""
+
+FEED_FORWARD = """
 w1          f d      mlp.gate_proj.weight
 w3          f d      mlp.up_proj.weight
 w2          d f      mlp.down_proj.weight
@@ -30,7 +33,7 @@ FAMILY = Family(
     title="Command R7B, Command A",
     aliases=("command_r7b", "command_a"),
     layouts=("hf", "mlx"),
-    tables=(_hf.BEFORE, LAYER, _hf.AFTER),
+    tables=(_hf.BEFORE, ATTENTION + FEED_FORWARD, _hf.AFTER),
     architecture="Cohere2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

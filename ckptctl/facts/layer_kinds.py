@@ -154,11 +154,12 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
         return frozenset()
     layers = set(range(total))
     if layer_kind.kinds:
-        listed = values[layer_kind.kinds[0]]
+        listed = values[str(layer_kind.kinds[0])]
         if not isinstance(listed, list):
             return None
         layers &= {layer for layer, item in enumerate(listed) if item in layer_kind.kinds[1:]}
-    for name in filter(None, (layer_kind.first, layer_kind.after, layer_kind.every)):
+    period, offset = layer_kind.every, layer_kind.offset
+    for name in filter(None, (layer_kind.first, layer_kind.after, layer_kind.last, offset, period)):
         count = values[name]
         if not isinstance(count, int):
             return None
@@ -166,8 +167,11 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
             layers &= set(range(min(count, total)))
         elif name == layer_kind.after:
             layers -= set(range(min(count, total)))
-        else:
-            layers = {layer for layer in layers if count > 0 and (layer + 1) % count == 0}
+        elif name == layer_kind.last:
+            layers &= set(range(min(count + 1, total) if count >= 0 else total))
+        elif name == period:
+            start = values[offset] if offset else -1
+            layers = {layer for layer in layers if count > 0 and (layer - start) % count == 0}
     if layer_kind.numbers:
         numbers = values[layer_kind.numbers]
         if not isinstance(numbers, list):

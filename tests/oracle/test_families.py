@@ -70,14 +70,16 @@ def to_hf(source: Path, out: Path, family: str, layout: str, assets: Path) -> to
 def with_swapped_norms(state: State) -> State:
     """Return *state* with the first two norms of one size in each other's place.
 
-    Norms of queries and keys do not count: their order can be of no consequence. A model whose
-    norms have no weights gets two of its matrices swapped.
+    Norms of queries and keys, of Mamba's B and C, do not count: their order can be of no
+    consequence. A model whose norms have no weights gets two of its matrices swapped.
     """
-    within = ("q_norm", "k_norm", "query_", "key_")
-    for dims, part in ((1, "norm"), (2, "layers.")):
+    within = ("q_norm", "k_norm", "query_", "key_", "b_layernorm", "c_layernorm")
+    for dims, parts in ((1, ("norm", "ln_")), (2, ("layers.",))):
         seen: dict[torch.Size, str] = {}
         for name, value in state.items():
-            if value.ndim != dims or part not in name or name.endswith("bias"):
+            if value.ndim != dims or not any(part in name for part in parts):
+                continue
+            if name.endswith("bias"):
                 continue
             if any(word in name for word in within):
                 continue

@@ -109,23 +109,28 @@ class LayerKind(ConfigDeclaration):
         but: Field that lists the numbers of layers that do not have it.
         every: Field with a period. Every layer whose number, counted from 1, is a multiple of the
             period has the variant.
+        offset: Field with the number of the first layer, counted from 0, from which *every* counts
+            instead.
+        last: Field with the number of the last layer, counted from 0, that has the variant.
     """
 
-    names = ("when", "kinds", "first", "after", "numbers", "but", "every")
+    names = ("when", "kinds", "first", "after", "numbers", "but", "every", "offset", "last")
     variant: str
     when: Conditions = field(default_factory=dict)
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str | int, ...] = ()
     first: str = ""
     after: str = ""
     numbers: str = ""
     but: str = ""
     every: str = ""
+    offset: str = ""
+    last: str = ""
 
     @property
     def facts(self) -> tuple[str, ...]:
         """Fields of config.json that determine the layers."""
-        names = (*self.kinds[:1], self.first, self.after, self.numbers, self.every, *self.when)
-        return tuple(name for name in names if name)
+        counts = (self.first, self.after, self.numbers, self.every, self.offset, self.last)
+        return tuple(str(name) for name in (*self.kinds[:1], *counts, *self.when) if name)
 
 
 @dataclass(frozen=True, slots=True)

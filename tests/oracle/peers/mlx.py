@@ -18,6 +18,8 @@ from tests.oracle.models import tokens
 REQUIRES: tuple[str, ...] = ("mlx", "mlx_lm")
 LAYOUT = "mlx"
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone_moe": {"is_moe_layer": [False, True, True]},
+    "gpt2": {"n_ctx": 64},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "lfm2": {"block_dim": 64},
 }
@@ -115,6 +117,7 @@ NAMES = (
     *("gemma4.text", "gemma4_unified.text", "gemma4_text", "gemma4_text.large", "gemma4_text.moe"),
     *("nemotron_h", "nemotron_h.latent", "granitemoehybrid", "granitemoehybrid_dense"),
     *("lfm2", "lfm2_moe", "apertus", "glm.whole", "gpt_neox.wide"),
+    *("gpt2.wide", "cohere", "cohere.normed", "granitemoe", "jamba.all", "exaone_moe"),
     *("gpt_oss.truncated", "deepseek_v3", "deepseek_v3.no_q_lora"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)

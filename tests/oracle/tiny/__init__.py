@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.oracle.tiny import (
+    classic,
     dense,
     encoders,
     gemma,
     hybrid,
+    latest,
     llama,
     mistral,
     moe,
@@ -43,6 +45,8 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **sparse.TINY,
     **hybrid.TINY,
     **vision.TINY,
+    **classic.TINY,
+    **latest.TINY,
 }
 
 
