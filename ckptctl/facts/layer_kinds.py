@@ -112,6 +112,9 @@ def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> in
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
         override = get_nested(config, size.other)
         value = value if override is None else override
+    listed = get_nested(config, size.listed) if size.listed else None
+    if isinstance(listed, list) and layer < len(listed):
+        value = listed[layer]
     if size.by_layer:
         layer_value = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
         value = value if layer_value is None else layer_value

@@ -27,9 +27,11 @@ ELSEWHERE = {
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
     **{
         (name, "hf-fresh"): "test_fresh.py"
-        for name in ("kimi_k25", "deepseek_v4", "llava", "llava_next", "llava_onevision")
+        for name in (
+            *("kimi_k25", "deepseek_v4", "kimi_linear", "bailing_hybrid", "hy_v4"),
+            *("llava", "llava_next", "llava_onevision", "paligemma"),
+        )
     },
-    ("paligemma", "hf-fresh"): "test_fresh.py",
 }
 """Compared by a test of its own."""
 

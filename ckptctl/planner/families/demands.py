@@ -141,16 +141,18 @@ class LayerSize(ConfigDeclaration):
         axis: Name of the axis.
         fact: Field with the default size.
         by_layer: Field that maps layer numbers to configs with different sizes.
+        listed: Field that lists the size of every layer, or empty if there is no such list.
         kinds: Field that lists the layer types, followed by the type with a different size.
         other: Field with the size in layers of that type.
         doubled: Boolean field that doubles the size in the last layers.
         last: Field with the number of last layers whose size is doubled.
     """
 
-    names = ("fact", "by_layer", "kinds", "other", "doubled", "last")
+    names = ("fact", "by_layer", "listed", "kinds", "other", "doubled", "last")
     axis: str
     fact: str
     by_layer: str = ""
+    listed: str = ""
     kinds: tuple[str, ...] = ()
     other: str = ""
     doubled: str = ""
@@ -160,4 +162,4 @@ class LayerSize(ConfigDeclaration):
     def facts(self) -> tuple[str, ...]:
         """Fields of config.json that determine the size."""
         names = (self.fact, *self.kinds[:1], self.other, self.doubled, self.last, self.by_layer)
-        return tuple(name for name in names if name)
+        return tuple(name for name in (*names, self.listed) if name)

@@ -18,6 +18,48 @@ from tests.oracle.models import tokens
 REQUIRES: tuple[str, ...] = ("mlx", "mlx_lm")
 LAYOUT = "mlx"
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "q_lora_rank": None,
+        "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "kimi_linear": {
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 12,
+            "short_conv_kernel_size": 4,
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2],
+        },
+        "first_k_dense_replace": 1,
+        "rope_theta": 10000.0,
+        "mla_use_nope": True,
+    },
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window_size": 16,
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": 1e-5,
+        "rope_theta": 5000000.0,
+        "swa_rope_theta": 10000.0,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 24,
+        "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.334,
+    },
     "exaone_moe": {"is_moe_layer": [False, True, True]},
     "gpt2": {"n_ctx": 64},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -86,6 +128,7 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
 def built(config: Any) -> Any:
     """Return mlx-lm's model of transformers' *config*, its weights whatever they are."""
     import mlx.core as mx
+    import mlx.nn as nn
     from mlx_lm import utils
 
     mx.disable_compile()
@@ -94,6 +137,10 @@ def built(config: Any) -> Any:
     wanted["model_type"] = TEXT_ALONE.get(wanted["model_type"], wanted["model_type"])
     kind, arguments = utils._get_classes(wanted)
     model = kind(arguments.from_dict(wanted))
+    if config.model_type == "longcat_flash":
+        for _, module in model.named_modules():
+            if isinstance(module, nn.RMSNorm) and module.weight.size != config.hidden_size:
+                module.eps = 1e-6
     model.eval()
     return model
 
@@ -118,6 +165,7 @@ NAMES = (
     *("nemotron_h", "nemotron_h.latent", "granitemoehybrid", "granitemoehybrid_dense"),
     *("lfm2", "lfm2_moe", "apertus", "glm.whole", "gpt_neox.wide"),
     *("gpt2.wide", "cohere", "cohere.normed", "granitemoe", "jamba.all", "exaone_moe"),
+    *("kimi_linear", "bailing_hybrid", "mimo_v2_flash", "laguna", "longcat_flash"),
     *("gpt_oss.truncated", "deepseek_v3", "deepseek_v3.no_q_lora"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)

@@ -8,6 +8,7 @@ from transformers import (
     BailingHybridConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    HYV4Config,
     KimiLinearConfig,
     LagunaConfig,
     LongcatFlashConfig,
@@ -30,7 +31,7 @@ FIRST_DENSE = ["dense", "sparse", "sparse"]
 
 
 def longcat_flash() -> PretrainedConfig:
-    """LongCat Flash: two attentions and two dense networks a layer, experts that do nothing."""
+    """LongCat Flash without zero experts, whose tensors transformers 5.23 cannot load."""
     return LongcatFlashConfig(
         **{k: v for k, v in (COMMON | LATENT).items() if not k.startswith(("inter", "num_hidden"))},
         num_layers=2,
@@ -38,7 +39,7 @@ def longcat_flash() -> PretrainedConfig:
         q_lora_rank=40,
         head_dim=8,
         n_routed_experts=4,
-        zero_expert_num=2,
+        zero_expert_num=0,
         moe_topk=2,
         expert_ffn_hidden_size=28,
         routed_scaling_factor=1.5,
@@ -77,7 +78,8 @@ def bailing_hybrid() -> PretrainedConfig:
         n_group=2,
         topk_group=1,
         layer_types=[LINEAR, LINEAR, GLOBAL],
-        mlp_layer_types=FIRST_DENSE,
+        layer_group_size=3,
+        first_k_dense_replace=1,
         num_mtp_layers=0,
     )
 
@@ -91,6 +93,22 @@ def kimi_linear() -> PretrainedConfig:
         mlp_layer_types=FIRST_DENSE,
         linear_head_dim=12,
         linear_num_heads=4,
+    )
+
+
+def hy_v4() -> PretrainedConfig:
+    """Hunyuan 4: latent attention on chosen tokens, hyper-connections, gates and sinks."""
+    return HYV4Config(
+        **COMMON | LATENT | MOE | {"hidden_size": 48, "num_hidden_layers": 3},
+        q_lora_rank=40,
+        n_routed_experts=5,
+        n_shared_experts=1,
+        mlp_layer_types=FIRST_DENSE,
+        index_topk=7,
+        index_head_dim=12,
+        index_n_heads=13,
+        indexer_types=["full", "full", "shared"],
+        hc_mult=3,
     )
 
 
@@ -127,6 +145,7 @@ TINY = {
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "bailing_hybrid": bailing_hybrid,
     "kimi_linear": kimi_linear,
+    "hy_v4": hy_v4,
     "mimo_v2_flash": mimo_v2_flash,
     "laguna": laguna,
 }
