@@ -292,7 +292,8 @@ def config_to_params(
     _require_translated(family, "params.json", "config.json")
     axis_sizes = read_sizes(family, config) | dict(sizes)
     params_names = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
-    missing = [family.describe_size(axis) for axis in params_names if axis not in axis_sizes]
+    required_axes = dict.fromkeys((*params_names, *("hdf" if style.derived else "")))
+    missing = [family.describe_size(axis) for axis in required_axes if axis not in axis_sizes]
     if missing:
         raise MappingError(f"params.json requires {' and '.join(missing)}", where="config.json")
     _require_expressible(style, values)
