@@ -174,6 +174,8 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
             layers &= set(range(min(count + 1, total) if count >= 0 else total))
         elif name == period:
             start = values[offset] if offset else -1
+            if not isinstance(start, int):
+                return None
             layers = {layer for layer in layers if count > 0 and (layer - start) % count == 0}
     if layer_kind.numbers:
         numbers = values[layer_kind.numbers]
