@@ -9,7 +9,7 @@ in-memory names of transformers 5, without the MTP layer), vLLM's ``ernie_mtp.py
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind
+from ckptctl.planner.layouts import Family, LayerKind
 
 from . import _hf, _proofs, granitemoe, qwen2_moe
 
@@ -47,11 +47,6 @@ mtp_norm_1?mtp       d        mtp_block.0.input_layernorm.weight                
 mtp_norm_2?mtp       d        mtp_block.0.post_attention_layernorm.weight       -
 """
 
-AFTER = """
-logical       axes  hf
-output_bias?  v     lm_head.bias
-"""
-
 FAMILY: Family = replace(
     granitemoe.FAMILY,
     name="ernie4_5_moe",
@@ -64,14 +59,12 @@ FAMILY: Family = replace(
         V5,
         MTP,
         _hf.AFTER,
-        AFTER,
     ),
     architecture="Ernie4_5_MoeForCausalLM",
     tied=True,
     variants=(("dense", "moe"),),
     constants={"one": 1},
     pinned=("router_bias",),
-    demands=(Demand(("output_bias",), {"use_bias": CHOSEN}),),
     kinds=(
         LayerKind(
             "moe",
