@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 DATA = Path(__file__).parent / "data"
+ORACLES = Path(__file__).parent / "oracle"
 
 
 def pytest_configure() -> None:
@@ -29,6 +31,23 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Start no workers for a part of the tests: that takes them longer than most parts."""
     return None if _asks_for_all(config) else 0
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the folder of the oracles where none of them is asked for: it imports transformers."""
+    deselected = "not oracle" in config.getoption("markexpr").split(" and ")
+    return True if deselected and collection_path == ORACLES else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector away from the tests: each search of all takes half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

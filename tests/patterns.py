@@ -26,6 +26,8 @@ FUNCTIONS = frozenset(
     {"compile", "match", "fullmatch", "search", "findall", "finditer", "sub", "subn", "split"}
 )
 SEARCHES = frozenset({"search", "findall", "finditer", "sub", "subn", "split"})
+CALL = re.compile(rf"\bre\.(?:{'|'.join(sorted(FUNCTIONS))})\b")
+SEARCH = re.compile(rf"\.(?:{'|'.join(sorted(SEARCHES))})\b")
 WORD = "word0"
 SAMPLES = " \n\t\r0a_.-:,/\\\"'([{<=+*|x9Z\x00é"
 """One character, at least, of each class that the patterns have."""
@@ -57,13 +59,18 @@ def patterns() -> tuple[Found, ...]:
 
 
 def _all() -> Iterator[Found]:
-    sources = {}
+    sources, searched = {}, set[str]()
     for package in (ckptctl, converters):
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*.py")):
-            name = ".".join([package.__name__, *path.relative_to(root).with_suffix("").parts])
-            sources[name.removesuffix(".__init__")] = (path, ast.parse(path.read_text("utf-8")))
-    searched = {name for _, tree in sources.values() for name in _searched(tree)}
+            source = path.read_text("utf-8")
+            if not (CALL.search(source) or SEARCH.search(source)):
+                continue
+            tree = ast.parse(source)
+            searched |= {*_searched(tree)}
+            if CALL.search(source):
+                name = ".".join([package.__name__, *path.relative_to(root).with_suffix("").parts])
+                sources[name.removesuffix(".__init__")] = (path, tree)
     for name, (path, tree) in sources.items():
         place = f"{path.parent.name}/{path.name}"
         for node, owner in _calls(tree):

@@ -30,13 +30,14 @@ NOT_PROSE = (
 """What is no sentence of a page, and what it becomes, in this order."""
 WORDS = 25
 """The most words that a sentence should have."""
-BRITISH = re.compile(
-    r"\w*(quantis|recognis|initialis|serialis|normalis|organis|optimis(?!t)|randomis|summaris"
+SPELLINGS = (
+    r"(quantis|recognis|initialis|serialis|normalis|organis|optimis(?!t)|randomis|summaris"
     r"|minimis|maximis|generalis|specialis|materialis|synchronis|parallelis(?!m)|customis"
     r"|analys(?=e[ds]?\b|ing)|colour|behaviour|neighbour|favour|honour|centre\b|licence|catalogue"
-    r"|artefact|labelled|modelled|travelled|journalled|towards|whilst|amongst|\bgrey\b)\w*",
-    re.IGNORECASE,
+    r"|artefact|labelled|modelled|travelled|journalled|towards|whilst|amongst|\bgrey\b)"
 )
+SPELLING = re.compile(SPELLINGS)
+BRITISH = re.compile(rf"\w*{SPELLINGS}\w*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ def words() -> tuple[Word, ...]:
         Word(_any_of(avoided), instead, _any_of(allowed) if "`" in allowed else None)
         for avoided, instead, allowed in rows
     )
+
+
+@cache
+def _some_word() -> re.Pattern[str]:
+    """Return a pattern for all words in lower case: most texts have none of them."""
+    return re.compile("|".join(word.pattern.pattern.lower() for word in words()))
 
 
 def _any_of(cell: str) -> re.Pattern[str]:
@@ -123,16 +130,16 @@ def modules() -> Iterator[Path]:
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of every string in *source* that may be shown: of several words."""
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             text = "".join(
                 part.value
@@ -157,6 +164,9 @@ def violations(path: Path) -> Iterator[str]:
         content = content.partition(SECTION)[0] if path == GLOSSARY else content
         texts = dict.fromkeys([(1, prose(content))])
     for line, text in texts:
+        lower = text.lower()
+        if not _some_word().search(lower) and not SPELLING.search(lower):
+            continue
         for word in words():
             for match in word.uses(text):
                 place = line + text.count("\n", 0, match.start()) if path.suffix != ".py" else line

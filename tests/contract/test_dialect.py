@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,17 @@ def text_of(node: ast.AST) -> str:
     return "".join(map(str, values)).replace("--keep-X", "--keep-last")
 
 
-def mentions() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield where options are named, and which."""
+@cache
+def mentions() -> dict[str, tuple[str, ...]]:
+    """Return where options are named, and which."""
+    found = {}
     for place, nodes in files():
         for node in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "format_option":
                 texts = tuple(map(text_of, node.args))
                 if all(text.startswith("--") for text in texts):  # others are variables
-                    yield f"{place}:{node.lineno}", texts
+                    found[f"{place}:{node.lineno}"] = texts
+    return found
 
 
 def unspelled() -> Iterator[tuple[str, str]]:
@@ -85,7 +89,7 @@ def test_messages_spell_options_only_through_spell_option() -> None:
 
 @pytest.mark.parametrize("options", [LoadOptions, InspectOptions, PruneOptions])
 def test_messages_in_python_mention_no_cli_options(options: type) -> None:
-    found = dict(mentions())
+    found = mentions()
     assert len(found) > 120
     with show_options_as_keywords(options):
         said = {place: format_option(*texts) for place, texts in found.items()}

@@ -11,6 +11,8 @@ import pytest
 
 from ckptctl.formats.sidecar_files import find_file_kind
 
+pytestmark = pytest.mark.oracle
+
 SPEC = find_spec("transformers")
 NAMES = (
     *("CONFIG_NAME", "FEATURE_EXTRACTOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME"),
