@@ -7,7 +7,6 @@ import pty
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,8 +15,9 @@ from ckptctl import formats
 from ckptctl.cli import output
 from ckptctl.cli.app import app
 from tests.fakes import FakeFormat
+from tests.program import REPOSITORY, environment, run_program, start_program
 
-REPOSITORY = Path(__file__).parents[3]
+__all__ = ["REPOSITORY", "environment", "program"]
 Run = Callable[..., Result]
 
 
@@ -52,19 +52,12 @@ def program(*args: object) -> list[str]:
     return [sys.executable, "-m", "ckptctl", *map(str, args)]
 
 
-def environment(**extra: str) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", **extra}
-
-
 @pytest.fixture
 def piped() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return the function that runs the program with pipes for streams."""
 
     def call(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            program(*args), env=environment(**env), capture_output=True, text=True, timeout=60
-        )
+        return run_program(args, **env)
 
     return call
 
@@ -75,9 +68,7 @@ def terminal() -> Callable[..., str]:
 
     def call(*args: object, **env: str) -> str:
         master, slave = pty.openpty()
-        process = subprocess.Popen(
-            program(*args), env=environment(**env), stdin=slave, stdout=slave, stderr=slave
-        )
+        wait = start_program(args, [slave] * 3, **env)
         os.close(slave)
         shown = bytearray()
         try:
@@ -86,7 +77,7 @@ def terminal() -> Callable[..., str]:
         except OSError:  # Linux says EIO once the other side is closed
             pass
         os.close(master)
-        assert process.wait(60) == 0, shown
+        assert wait() == 0, shown
         return shown.decode().replace("\r\n", "\n")
 
     return call

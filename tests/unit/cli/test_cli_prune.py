@@ -15,6 +15,7 @@ import pytest
 
 from ckptctl.cli.typed_paths import format_command_line, remember_command_line
 from tests.contract.test_docs import documented_fields, fields_of
+from tests.program import start_program
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
 from tests.unit.runs.test_prune import snapshot
@@ -176,9 +177,7 @@ def test_answer_at_terminal_prompt_decides_removal(root, answer, code, left):
 def ask(answer: str, *arguments: object) -> tuple[str, int]:
     """Run the program on a terminal and type *answer* when it asks."""
     master, slave = pty.openpty()
-    process = subprocess.Popen(
-        program(*arguments), env=environment(), stdin=slave, stdout=slave, stderr=slave
-    )
+    wait = start_program(arguments, [slave] * 3)
     os.close(slave)
     shown, asked = b"", False
     try:
@@ -189,7 +188,7 @@ def ask(answer: str, *arguments: object) -> tuple[str, int]:
     except OSError:  # Linux says EIO once the other side is closed
         pass
     os.close(master)
-    return shown.decode(), process.wait(30)
+    return shown.decode(), wait()
 
 
 def test_ls_in_pipe_lists_steps_and_verdicts(run, root):
