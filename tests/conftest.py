@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -19,6 +20,8 @@ def pytest_configure() -> None:
     """Let Ctrl-C be heard here and in what tests start: a shell's background jobs ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests run on all cores already: threads of torch would wait for each other, at full speed.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # How fast examples are drawn and run depends on what else the machine does.
     unhurried = settings(
         deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
@@ -83,3 +86,14 @@ def command_trees() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typer.testing._get_command", cache(get_command))
         yield
+
+
+@pytest.fixture
+def two_torch_threads() -> Iterator[None]:
+    """Let torch use two threads, as it does outside of the tests."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -161,6 +161,7 @@ def test_merged_statistics_match_one_pass(parts):
     assert (total.count, total.minimum, total.maximum) == (len(values), min(values), max(values))
 
 
+@pytest.mark.usefixtures("two_torch_threads")
 @pytest.mark.parametrize("jobs", [1, 5])
 def test_parallel_measurements_are_returned_in_order(jobs: int) -> None:
     before = torch.get_num_threads()

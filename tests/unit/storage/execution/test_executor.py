@@ -216,6 +216,7 @@ def test_every_element_size_is_permuted_exactly(case, name):
     case.check(plan, case.run(plan))
 
 
+@pytest.mark.usefixtures("two_torch_threads")
 def test_execution_preserves_torch_thread_count(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "FEW_RUNS_LIMIT", 512)
     before = torch.get_num_threads()
