@@ -26,11 +26,17 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 """Those of every Azurite."""
 
 
-SHARED = pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
+def buckets(*names: str) -> list[Any]:
+    """Return *names* for ``parametrize``, slow where there is a server: ``nox -s servers``."""
+    slow = [() if name == "memory" else pytest.mark.slow for name in names]
+    return [pytest.param(name, marks=marks) for name, marks in zip(names, slow, strict=True)]
+
+
+SHARED = pytest.mark.parametrize("bucket", buckets("s3", "gs", "az"), indirect=True)
 """Stores that other processes see, too; they have conditions."""
-FAULTY = pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
+FAULTY = pytest.mark.parametrize("bucket", buckets("s3", "gs"), indirect=True)
 """Those whose servers fail when told to."""
-ON_S3 = pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+ON_S3 = pytest.mark.parametrize("bucket", buckets("s3"), indirect=True)
 IN_MEMORY = pytest.mark.parametrize("bucket", ["memory"], indirect=True)
 """Where the store makes no difference."""
 

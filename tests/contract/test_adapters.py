@@ -18,6 +18,7 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.detect import detect_layouts
 from tests.contract.tables import copies, direct, mapped, moved, numbered, tiny
+from tests.sweeps import one_in
 
 ADAPTERS = families.build_adapter_families(families.load_families().values())
 PAIRS = [
@@ -81,7 +82,7 @@ def test_unsupported_adapter_layout_is_refused_with_reason():
     )
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", one_in(3, ADAPTERS))
 def test_adapter_family_and_layout_are_detected_from_keys(name):
     for layout in ADAPTERS[name].layouts:
         shapes = factors(name, layout)
@@ -91,7 +92,7 @@ def test_adapter_family_and_layout_are_detected_from_keys(name):
             assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 
-@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
+@pytest.mark.parametrize(("name", "source", "target"), one_in(3, direct(PAIRS, ADAPTERS)))
 def test_adapter_round_trip_preserves_values(name, source, target):
     shapes = shared(name, source, target)
     there = mapped(ADAPTERS[name], source, target, shapes)
@@ -106,7 +107,7 @@ def test_adapter_round_trip_preserves_values(name, source, target):
     assert all((array == values[key]).all() for key, array in again.items())
 
 
-@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
+@pytest.mark.parametrize(("name", "source", "target"), one_in(4, direct(PAIRS, ADAPTERS)))
 def test_mapped_adapter_product_equals_mapped_weight_delta(name, source, target):
     """By numpy: the product of the mapped factors is the product, mapped as the weight is."""
     base = families.family(name.removesuffix("-lora"))
@@ -174,7 +175,7 @@ def fused(parts, groups):
     ).reshape(-1, rows[0].shape[1])
 
 
-@pytest.mark.parametrize(("name", "layout"), BASES)
+@pytest.mark.parametrize(("name", "layout"), one_in(4, BASES))
 def test_unfused_adapter_dims_match_model_weights(name, layout):
     base = families.load_families()[name]
     model = derive_unfused_model(base, layout).get_layout(UNFUSED)

@@ -112,7 +112,7 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
     return path[-1] in windows and inner.get("use_sliding_window") is False
 
 
-@pytest.mark.parametrize("name", one_in(3, GOLDEN))
+@pytest.mark.parametrize("name", one_in(13, GOLDEN))
 def test_contradicting_configs_are_refused_or_noted(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert compare_statements(family, configs(config, config)) == compare_statements(
@@ -148,7 +148,7 @@ def test_number_spelled_as_string_equals_number() -> None:
         compare_statements(None, configs(config, {"rms_norm_eps": "1e-06"}))
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", one_in(4, GOLDEN))
 def test_fact_missing_from_assets_is_refused_or_noted(name: str) -> None:
     """Left out by the assets: refused where the default is known to differ, else noted."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
@@ -217,7 +217,7 @@ def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
         assert "own/params.json" in said or "divisible" in caught.value.what, path
 
 
-@pytest.mark.parametrize("name", one_in(3, GOLDEN))
+@pytest.mark.parametrize("name", one_in(13, GOLDEN))
 def test_size_contradicting_tensor_shapes_is_refused(name: str, tmp_path: Path) -> None:
     """A size that shapes show is compared; heads show where the size of one is stated."""
     golden, family = GOLDEN[name], FAMILIES[family_of(name)]

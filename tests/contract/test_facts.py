@@ -49,7 +49,7 @@ def judged(source: Path, target: Path) -> tuple[bool, bool, bool]:
     return converted, verified.exit_code == 0, found.verdict == "complete"
 
 
-@pytest.mark.parametrize("name", one_in(9, GOLDEN))
+@pytest.mark.parametrize("name", one_in(40, GOLDEN))
 def test_commands_agree_on_contradicted_facts(name: str, tmp_path: Path) -> None:
     source = GOLDEN[name].save(tmp_path / name)
     assert judged(source, tmp_path / "out") == (True, True, True)

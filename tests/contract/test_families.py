@@ -24,6 +24,7 @@ from tests.contract.tables import (
     tiny,
     tiny_sizes,
 )
+from tests.sweeps import one_in
 
 DIVIDED = [pair for pair in ALL if not pair[1].startswith("mcore")]
 """Layouts whose tensors ranks may divide: no parts of them take turns."""
@@ -45,7 +46,7 @@ def test_family_names_and_aliases_are_unique():
     assert len(set(every)) == len(every)
 
 
-@pytest.mark.parametrize(("name", "layout"), ALL)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, ALL))
 def test_tensors_of_one_layout_have_distinct_keys(name, layout):
     family, table = FAMILIES[name], FAMILIES[name].get_layout(layout)
     numbered = [shift for shift in family.shifts if shift.layout == layout]
@@ -61,7 +62,7 @@ def test_tensors_of_one_layout_have_distinct_keys(name, layout):
         )
 
 
-@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
+@pytest.mark.parametrize(("name", "source", "target"), one_in(4, direct(PAIRS)))
 def test_mapping_reads_and_writes_every_key(name, source, target):
     family = FAMILIES[name]
     before, after = tiny(family, source), tiny(family, target)
@@ -72,7 +73,7 @@ def test_mapping_reads_and_writes_every_key(name, source, target):
     assert read | found.dropped_keys.keys() == before.keys()
 
 
-@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
+@pytest.mark.parametrize(("name", "source", "target"), one_in(3, direct(PAIRS)))
 def test_mapping_round_trip_preserves_values(name, source, target):
     family = FAMILIES[name]
     shapes = tiny(family, source)
@@ -93,7 +94,7 @@ def test_mapping_round_trip_preserves_values(name, source, target):
         assert key in retiled or (array == values[key]).all(), key
 
 
-@pytest.mark.parametrize(("name", "layout"), DIVIDED)
+@pytest.mark.parametrize(("name", "layout"), one_in(5, DIVIDED))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rank_shards_tile_every_tensor(name, layout, ranks):
     family = FAMILIES[name]
@@ -111,7 +112,7 @@ def test_rank_shards_tile_every_tensor(name, layout, ranks):
         assert all(0 < n <= ranks and ranks % n == 0 for n in found.tolist()), key
 
 
-@pytest.mark.parametrize(("name", "layout"), ALL)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, ALL))
 def test_model_family_and_layout_are_detected_from_keys(name, layout):
     family = FAMILIES[name]
     found = detect_layouts(tiny(family, layout), FAMILIES)
@@ -137,7 +138,7 @@ def test_lfm2_mlx_is_distinguished_by_shapes():
     assert [(c.family, c.layout) for c in found] == [("lfm2", "mlx")]
 
 
-@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))
+@pytest.mark.parametrize(("name", "source", "target"), one_in(5, direct(PAIRS)))
 def test_optional_tensors_without_target_are_refused(name, source, target):
     family = FAMILIES[name]
     before = tiny(family, source, optional=True)

@@ -169,7 +169,7 @@ def test_every_format_inspects_its_own_checkpoint(run: Any, name: str) -> None:
     assert ended.result.startswith("inspect 0"), ended
 
 
-@pytest.mark.parametrize(("name", "kind", "case"), one_in(41, cases()))
+@pytest.mark.parametrize(("name", "kind", "case"), one_in(83, cases()))
 def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case: str) -> None:
     path = run(name)
     found = files_of(path).get(kind)
@@ -179,8 +179,15 @@ def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case:
     assert not problem, f"{found[0].name}: {problem}"
 
 
-@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "run_config.yaml"])
-@pytest.mark.parametrize("value", hostile.NUMBERS, ids=repr)
+CONFIGS = ("config.json", "adapter_config.json", "run_config.yaml")
+NUMBERS = [
+    pytest.param(file, value, id=f"{value!r}-{file}")
+    for file in CONFIGS
+    for value in hostile.NUMBERS
+]
+
+
+@pytest.mark.parametrize(("file", "value"), one_in(10, NUMBERS))
 def test_hostile_config_numbers_are_read_or_refused(
     tmp_path: Path, file: str, value: object
 ) -> None:

@@ -34,7 +34,7 @@ def run_pattern(found: patterns.Found, seconds: int = limits.SECONDS) -> limits.
     return limits.run_limited(work, seconds=seconds)
 
 
-@pytest.mark.parametrize("place", one_in(4, FOUND))
+@pytest.mark.parametrize("place", one_in(13, reversed(FOUND)))
 def test_regexes_take_linear_time(place: str) -> None:
     ended = run_pattern(FOUND[place])
     assert not ended.problem, f"{FOUND[place]}: {ended.problem}"

@@ -35,7 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-@pytest.fixture(scope="module", params=stores.STORES)
+@pytest.fixture(scope="module", params=stores.buckets(*stores.STORES))
 def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     """A bucket of each kind of store."""
     with pytest.MonkeyPatch.context() as patch, stores.serving(patch, request.param) as found:
