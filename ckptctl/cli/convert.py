@@ -21,12 +21,12 @@ from ckptctl.errors import format_command as suggested
 from ckptctl.ranks.coordinator import RankCollectives, run_on_all_ranks
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
-from ckptctl.storage.outcome import OutOfRange, describe_out_of_range, describe_rounding
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
 if TYPE_CHECKING:
     from ckptctl.conversion.convert import ConversionPlan, ConversionResult
+    from ckptctl.storage.outcome import OutOfRange
 
 T = TypeVar("T")
 
@@ -312,6 +312,8 @@ def _show_reasons(output: Printer, title: str, keys: Mapping[str, str]) -> None:
 def warn_out_of_range(output: Printer, out_of_range: Mapping[str, OutOfRange]) -> None:
     """Warn about elements that became infinite, NaN or saturated, if there are any."""
     if out_of_range:
+        from ckptctl.storage.outcome import describe_out_of_range
+
         output.print_warning(
             f"elements became infinite, NaN or saturated: {describe_out_of_range(out_of_range)}"
         )
@@ -335,6 +337,8 @@ def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> No
     if not result.plan.summary.is_unchanged:
         output.print_sentence(result.plan.summary.sentence)
     if result.rounding:
+        from ckptctl.storage.outcome import describe_rounding
+
         output.print_sentence(describe_rounding(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 

@@ -14,7 +14,6 @@ import typer
 from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.findings import group_findings
-from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.tables import Column, StyledText
@@ -194,6 +193,8 @@ def _print_run(output: Printer, inspection: Inspection) -> None:
         output.print_line(f"{inspection.path}  folder of {count}", "bold")
         output.print_line()
     if inspection.run:
+        from ckptctl.cli.ls import show_run  # declares a command
+
         show_run(output, inspection.run)
         incomplete = [
             checkpoint for checkpoint in inspection.run.checkpoints if not checkpoint.complete

@@ -12,8 +12,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.assets import build_file_notes
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft, Quantization
-from ckptctl.conversion.items import select_replicated_tensors
 from ckptctl.conversion.recognition.model import Model
+from ckptctl.conversion.replicas import select_replicated_tensors
 from ckptctl.conversion.summary import Summary
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes

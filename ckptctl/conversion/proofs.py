@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.items import require_equal_replicas, select_rank_replicas
 from ckptctl.conversion.plan import ConversionPlan
+from ckptctl.conversion.replicas import require_equal_replicas, select_rank_replicas
 from ckptctl.errors import CkptError, MappingError, StorageError, format_option
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL_SUFFIX

@@ -72,10 +72,11 @@ def test_help_and_version_import_no_heavy_modules() -> None:
     [
         (62, "--help"),
         (34, "inspect --help"),
-        (145, "inspect HF --json"),
-        (169, "ls RUN --json"),
-        (171, "latest RUN"),
-        (149, "verify HF --level fast"),
+        (141, "inspect HF --json"),
+        (164, "ls RUN --json"),
+        (165, "latest RUN"),
+        (146, "verify HF --level fast"),
+        (146, "verify HF"),
     ],
 )
 def test_fast_commands_import_few_modules(

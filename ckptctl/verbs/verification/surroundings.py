@@ -21,7 +21,6 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Listing
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
-from ckptctl.storage.compare import are_tensors_equal
 from ckptctl.storage.crc import find_digest_algorithm
 from ckptctl.storage.destinations import get_staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
@@ -129,6 +128,8 @@ def _has_same_elements(catalog: Catalog, parts: Catalog, name: str) -> bool:
 
     Scalars are skipped, because torch sets them to 0. A note of the format states this.
     """
+    from ckptctl.storage.compare import are_tensors_equal
+
     consolidated, sharded = catalog.tensors[name], parts.tensors[name]
     if not consolidated.shape:
         return True

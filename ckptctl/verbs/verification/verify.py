@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
+from ckptctl.conversion.items import add_replica_extents, read_item_headers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import CkptError, format_option
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
@@ -257,18 +258,14 @@ def _verify_data(
     full = options.level == "full"
     if options.level == "fast" and not options.nan:
         return
-    from ckptctl.conversion.items import (
-        add_replica_extents,
-        find_differing_replicas,
-        read_item_headers,
-        select_rank_replicas,
-    )
-    from ckptctl.verbs.verification.data import check_data
-
     catalog_with_replicas = add_replica_extents(catalog)
     located, resolve_findings = read_item_headers(catalog_with_replicas)
     state.findings += resolve_findings
     if full or options.nan:
+        # Readers of data are slow to import.
+        from ckptctl.conversion.replicas import find_differing_replicas, select_rank_replicas
+        from ckptctl.verbs.verification.data import check_data
+
         findings, proof, state.bytes_read = check_data(
             catalog_with_replicas, located, full, options.nan, options.jobs, progress, ranks
         )
@@ -367,10 +364,16 @@ def _write_checksum_list(
     state: _VerificationState, jobs: int | None, progress: StartProgress, ranks: RankCollectives
 ) -> None:
     """Write the SHA-256 sums of the files if the checkpoint is complete."""
+    # Writers are slow to import.
+    from ckptctl.verbs.verification.checksum_writer import (
+        find_unlistable_files,
+        write_checksum_list,
+    )
+
     path = state.listed_path
-    state.findings += digest_lists.find_unlistable_files(path)
+    state.findings += find_unlistable_files(path)
     if not all(ranks.all_gather(state.complete)):
         name = digest_lists.get_checksum_list_path(path).name
         state.notes.append(f"{name} was not written because the checkpoint is not complete")
     else:
-        state.manifest = digest_lists.write_checksum_list(path, jobs, progress, ranks)
+        state.manifest = write_checksum_list(path, jobs, progress, ranks)

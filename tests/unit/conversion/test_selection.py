@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding
-from ckptctl.conversion.items import find_differing_replicas, require_equal_replicas
+from ckptctl.conversion.replicas import find_differing_replicas, require_equal_replicas
 from ckptctl.conversion.selection import find_dependent_state, find_incomplete_items
 from ckptctl.errors import DamagedError
 
