@@ -27,6 +27,7 @@ BENCHMARKS = (
     "convert --size 5MB,10MB --runs 1 --only hf-dcp,meta-hf --no-checksum --json DIR/out.json",
     "convert --size 5MB --runs 1 --only dcp-hf --peers --peer-runs 1 --jobs 2 --disk --where DIR",
     "convert --tensors 50 --runs 1 --only consolidate-zero1 --trainers python --no-startup",
+    "convert --size 5MB --runs 1 --only consolidate-hf-rank-shards-files --peers --no-startup",
     "cores --size 10MB --runs 1 --only hf-hf9 --threads 2,default --json DIR/out.json",
     "cores --size 10MB --runs 1 --only lora-merge --threads 1 --crc zlib --where DIR",
     "gpu",

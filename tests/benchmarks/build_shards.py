@@ -5,6 +5,8 @@ Used by :mod:`tests.benchmarks.build`, with a Python that has the form's own lib
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
@@ -45,7 +47,7 @@ def _sharded(form: str, world: int, shapes: Shapes, template: str) -> dict[str, 
     mesh = init_device_mesh("cpu", (world,))
     state = {}
     for name, shape in shapes.items():
-        dim = len(shape) - 1 if form.endswith("-columns") else 0
+        dim = _get_dimension(form, shape)
         local = list(shape)
         local[dim] //= world
         part = tensor(tuple(local), Path(template))
@@ -54,6 +56,10 @@ def _sharded(form: str, world: int, shapes: Shapes, template: str) -> dict[str, 
             part, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
         )
     return state
+
+
+def _get_dimension(form: str, shape: tuple[int, ...]) -> int:
+    return len(shape) - 1 if form.endswith("-columns") else 0
 
 
 def _dcp(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
@@ -69,6 +75,44 @@ def _hf(rank: int, world: int, form: str, folder: str, shapes: Shapes, template:
 
     writer = HuggingFaceStorageWriter(folder, dict.fromkeys(shapes, 1), save_distributed=True)
     save(_sharded(form, world, shapes, template), storage_writer=writer)
+    if rank == 0:
+        _describe_to_torch_checkpointing(form, world, Path(folder), shapes)
+
+
+def _describe_to_torch_checkpointing(form: str, world: int, folder: Path, shapes: Shapes) -> None:
+    """Write the ``metadata.pkl`` with which torch_checkpointing consolidates the same shards.
+
+    Its own writer gathers metadata on a GPU (``torch_checkpointing`` 0.1.1).
+    """
+    ranks = tuple(range(world))
+    mesh = {
+        "device_type": "cpu",
+        "mesh_shape": (world,),
+        "mesh_data": ranks,
+        "mesh_dim_names": None,
+    }
+    entries = {}
+    for name, shape in shapes.items():
+        data = {
+            "global_shape": tuple(shape),
+            "dtype": "torch.bfloat16",
+            "stride": torch.empty(shape, device="meta").stride(),
+            "mesh_spec": mesh,
+            "placements": [{"type": "Shard", "dim": _get_dimension(form, shape)}],
+        }
+        metadata = {"type": "DTensorShardingMetadata", "data": data}
+        path = json.dumps([name], separators=(",", ":"))
+        entries[path] = [{"ranks": ranks, "sharding_metadata": metadata}]
+    layouts = {
+        rank: {
+            "file_path": f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors",
+            "serialization_format": {"type": "SafetensorsSerialization"},
+        }
+        for rank in ranks
+    }
+    model = {"nested_path_to_metadata": entries, "rank_to_layout_info": layouts}
+    content = {"version": "2.0", "world_size": world, "metadata": {"model": model}}
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(content, 4))
 
 
 def _files(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:

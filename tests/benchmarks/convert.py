@@ -10,7 +10,7 @@
 Every number is that of a whole process. The contestants of a round run in turn, in the reverse
 order in every other round. Sources and outputs are removed as soon as they are not needed; space
 for about 2.5 times the sizes together is. ``--trainers`` names a Python that has deepspeed,
-torch_checkpointing and torchsnapshot.
+torch_checkpointing, nemo-automodel and torchsnapshot.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from tests.benchmarks.families import KINDS
 from tests.benchmarks.measure import PYTHON, TOOL, ProcessFailed, Sample, in_turn, run
 from tests.benchmarks.options import MEMORY, machine, names_of, numbers, parser_of
 from tests.benchmarks.pages import pool
+from tests.benchmarks.peers import WAYS
 from tests.benchmarks.report import Measured
 from tests.benchmarks.workspace import Workspace, discard, nbytes
 
+FIND = "import sys, importlib.util as u; sys.exit(u.find_spec(sys.argv[1]) is None)"
 INSPECTED = {"hf", "dcp", "torch", "meta1"}
 
 
@@ -64,6 +66,7 @@ class Bench:
         self.results: list[Measured] = []
         self.start: dict[str, list[Sample]] = {}
         self.failures: list[str] = []
+        self.skipped = self._find_missing_peers() if given.peers else {}
 
     def all(self) -> None:
         """Measure everything; a failed process costs its direction, not the run."""
@@ -85,12 +88,27 @@ class Bench:
         parts = [head, report.markdown(self.results)]
         if self.start:
             parts.append(startup.markdown(self.start))
+        parts += [f"skipped {who}: {why}" for who, why in self.skipped.items()]
         return "\n\n".join(parts)
 
     def document(self) -> dict[str, object]:
         """Return the JSON document."""
         options = {name: str(value) for name, value in vars(self.given).items()}
         return {"options": options, **report.document(self.results, self.start)}
+
+    def _find_missing_peers(self) -> dict[str, str]:
+        """Map the contestants that cannot take part to the reason."""
+        names = {name for direction in self._directions() for name in direction.peers}
+        missing = {}
+        for way in (WAYS[name] for name in sorted(names)):
+            if way.package and not self.given.trainers:
+                missing[way.contestant] = "--trainers is not given"
+            elif way.package:
+                try:
+                    run([self.given.trainers, "-c", FIND, way.package])
+                except ProcessFailed:
+                    missing[way.contestant] = f"{self.given.trainers} has no {way.package}"
+        return missing
 
     def _directions(self) -> list[Direction]:
         chosen = [BY_NAME[name] for name in self.given.only]
@@ -118,7 +136,9 @@ class Bench:
             keywords = direction.keywords(assets, result.nbytes[size], self.setting.jobs)
             found = commands(direction, source, self.space.target, keywords, self.setting)
             if not self.given.peers or number >= self.given.peer_runs:
-                found.pop("torch", None)
+                found = {who: found[who] for who in ("ckptctl", "cp", "bare")}
+            for who in self.skipped.keys() & found.keys():
+                del found[who]
             entries += [(size, who, command) for who, command in found.items()]
         for size, who, command in in_turn(entries, number):
             self._settle()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.benchmarks.measure import PYTHON, TOOL
+from tests.benchmarks.peers import WAYS
 
 Options = Mapping[str, object]
 
@@ -19,8 +20,8 @@ class Direction:
         name: For ``--only`` and the tables.
         source: Kind of source that ``build`` makes.
         options: Keywords of :func:`ckptctl.convert`; ``{assets}`` is the source's configuration,
-            ``{ninth}`` a little more than the ninth part of its bytes.
-        peer: Name of torch's own way in ``peers``, if it has one.
+            ``{ninth}`` a little more than the ninth part of its bytes, ``{fourth}`` of the fourth.
+        peers: Names of the peers' own ways in ``peers``.
         verb: The command, and function of Python, that does it; what ``merge`` merges in is the
             directory ``adapter`` in the source.
         trainers: Whether the source, or the peer, needs the trainers' Python.
@@ -29,7 +30,7 @@ class Direction:
     name: str
     source: str
     options: Options = field(default_factory=dict)
-    peer: str | None = None
+    peers: tuple[str, ...] = ()
     verb: str = "convert"
     trainers: bool = False
 
@@ -41,7 +42,7 @@ class Direction:
     def without_checksum(self) -> Direction:
         """Return the same with ``--no-checksum``."""
         options = {**self.options, "checksum": False}
-        return replace(self, name=f"{self.name}+nocrc", options=options, peer=None)
+        return replace(self, name=f"{self.name}+nocrc", options=options, peers=())
 
     def paths(self, source: Path, target: Path) -> list[str]:
         """Return the arguments."""
@@ -56,7 +57,7 @@ class Direction:
             nbytes: Of the source.
             jobs: Threads; None: as many as ckptctl likes.
         """
-        known = {"assets": assets, "ninth": int(nbytes / 8.4)}
+        known = {"assets": assets, "ninth": int(nbytes / 8.4), "fourth": int(nbytes / 3.6)}
         found = {
             name: value.format(**known) if isinstance(value, str) else value
             for name, value in self.options.items()
@@ -79,8 +80,8 @@ def _to(to: str, **options: object) -> Options:
 
 _LLAMA = {"model_type": "llama3"}
 _TABLE = (
-    Direction("hf-dcp", "hf", _to("dcp"), "hf-dcp"),
-    Direction("dcp-hf", "dcp", _to("hf", assets="{assets}"), "dcp-hf"),
+    Direction("hf-dcp", "hf", _to("dcp"), ("hf-dcp",)),
+    Direction("dcp-hf", "dcp", _to("hf", assets="{assets}"), ("dcp-hf",)),
     Direction("hf-meta", "hf", _to("meta", **_LLAMA)),
     Direction("meta-hf", "meta1", _to("hf", **_LLAMA)),
     Direction("meta-mp2", "meta1", _to("meta", **_LLAMA, mp=2)),
@@ -88,9 +89,9 @@ _TABLE = (
     Direction("mp2-mp1", "meta2", _to("meta", **_LLAMA, mp=1)),
     Direction("hf-torch", "hf", _to("torch")),
     Direction("torch-hf", "torch", _to("hf", assets="{assets}")),
-    Direction("dcp-torch", "dcp", _to("torch"), "dcp-torch"),
-    Direction("torch-dcp", "torch", _to("dcp"), "torch-dcp"),
-    Direction("hf-mcore", "hf", _to("mcore", **_LLAMA)),
+    Direction("dcp-torch", "dcp", _to("torch"), ("dcp-torch",)),
+    Direction("torch-dcp", "torch", _to("dcp"), ("torch-dcp",)),
+    Direction("hf-mcore", "hf", _to("mcore", **_LLAMA), ("hf-mcore",)),
     Direction("mcore-hf", "mcore", _to("hf", assets="{assets}")),
     Direction("hf-reshard", "hf", _to("hf", max_shard_size="300MB")),
     Direction("hf-f32", "hf", _to("hf", dtype="float32")),
@@ -115,15 +116,26 @@ _MORE = (
 )
 
 
-def _consolidate(form: str, peer: str | None = None, trainers: bool = False) -> Direction:
-    return Direction(f"consolidate-{form}", form, {}, peer, "consolidate", trainers)
+def _consolidate(form: str, *peers: str, trainers: bool = False) -> Direction:
+    return Direction(f"consolidate-{form}", form, {}, peers, "consolidate", trainers)
+
+
+def _consolidate_to_files(form: str, files: int) -> Direction:
+    """Merge per-rank safetensors into that many files, as the peers do."""
+    peers = tuple(f"shards-{who}-{files}" for who in ("torch", "nemo", "tc"))
+    found = replace(_consolidate(form), peers=peers)
+    if files == 1:
+        return found
+    options = {"max_shard_size": "{fourth}"}
+    return replace(found, name=f"{found.name}-files", options=options)
 
 
 _RANKS = (
     _consolidate("dcp-columns"),
     _consolidate("dcp-rank-local"),
-    _consolidate("hf-rank-shards", "shards-hf"),
-    _consolidate("hf-rank-shards-columns", "shards-hf"),
+    _consolidate_to_files("hf-rank-shards", 1),
+    _consolidate_to_files("hf-rank-shards", 4),
+    _consolidate_to_files("hf-rank-shards-columns", 1),
     _consolidate("rank-files"),
     _consolidate("rank-files-columns"),
     _consolidate("zero1", "zero-hf", trainers=True),
@@ -160,7 +172,7 @@ class Setting:
 def commands(
     direction: Direction, source: Path, target: Path, keywords: Options, setting: Setting
 ) -> dict[str, list[str]]:
-    """Return the command of each contestant: ``ckptctl``, ``cp``, ``bare`` and maybe ``torch``.
+    """Return the command of each contestant: ``ckptctl``, ``cp``, ``bare`` and peers.
 
     Args:
         direction: What is converted.
@@ -174,10 +186,11 @@ def commands(
         "cp": _cp(source, target, setting.disk),
         "bare": _bare(direction, source, target, setting),
     }
-    python = setting.trainers if direction.trainers else PYTHON
-    if direction.peer and python:
-        peer = [python, "-m", "tests.benchmarks.peers", direction.peer, str(source), str(target)]
-        found["torch"] = peer
+    for name in direction.peers:
+        way = WAYS[name]
+        if python := setting.trainers if way.package else PYTHON:
+            peer = [python, "-m", "tests.benchmarks.peers", name, str(source), str(target)]
+            found[way.contestant] = peer
     return found
 
 

@@ -81,10 +81,11 @@ def _walls(results: Sequence[Measured]) -> str:
                 walls = [sample.wall for sample in sizes.get(size, [])]
                 if walls:
                     rss = max(sample.rss for sample in sizes[size]) / 1e6
-                    cells = (spread(walls), _times(ratio(walls, cp)), f"{rss:.0f}", len(walls))
+                    cpu = spread([sample.cpu for sample in sizes[size]])
+                    cells = (spread(walls), _times(ratio(walls, cp)), cpu, f"{rss:.0f}", len(walls))
                     rows.append((result.direction, f"{nbytes / GB:.2f}", contestant, *cells))
-    head = ("direction", "GB", "who", "wall s: median (min–max)", "× cp", "peak RSS MB", "runs")
-    return table(head, rows)
+    head = ("direction", "GB", "who", "wall s: median (min–max)", "× cp")
+    return table((*head, "CPU s", "peak RSS MB", "runs"), rows)
 
 
 def _slopes(results: Sequence[Measured]) -> str:

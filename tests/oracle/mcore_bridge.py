@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 
-ABSENT = (
+ABSENT: tuple[str, ...] = (
     *("megatron.bridge.models", "megatron.bridge.recipes", "megatron.bridge.data"),
     *("torch.utils.tensorboard", "tensorboard", "wandb", "mlflow", "hydra", "modelopt"),
     *("transformer_engine", "nvidia_resiliency_ext", "nvdlfw_inspect", "emerging_optimizers"),
