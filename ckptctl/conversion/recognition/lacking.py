@@ -193,6 +193,7 @@ def find_missing_tensors(
     ):
         return MissingTensors((), False, model)
     common_names: dict[str, None] | None = None
+    fewest_names: dict[str, None] = {}
     hidden_counts: list[int] = []
     totals: list[int] = []
     # Long lists are not needed if many families match.
@@ -217,6 +218,7 @@ def find_missing_tensors(
         keys = dict.fromkeys(absent.key for absent in missing_keys.keys)
         hidden_counts.append(missing_keys.total - len(keys))
         totals.append(missing_keys.total)
+        fewest_names = keys if missing_keys.total == min(totals) else fewest_names
         unexpected_names = unexpected_names or tuple(matched.unmatched)
         common_names = (
             keys if common_names is None else {key: None for key in common_names if key in keys}
@@ -229,6 +231,9 @@ def find_missing_tensors(
     hidden_count = min(hidden_counts, default=0)
     if limit and hidden_count > 0:  # truncated lists have fewer keys in common
         hidden_count = min(totals) - len(common_names or ())
+    if not common_names and min(totals, default=0):
+        # Every family lacks tensors, but not the same ones.
+        common_names, certain, hidden_count = fewest_names, False, min(totals) - len(fewest_names)
     names = tuple(common_names or ())
     return MissingTensors(
         names,
