@@ -102,5 +102,6 @@ FAMILY: Family = replace(
         "taps": ("linear_conv_kernel_dim|short_conv_kernel_size", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "mlx"),
+    shown_by=("router",),
     config_signs=({"model_type": "bailing_hybrid"},),
 )

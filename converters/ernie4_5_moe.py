@@ -65,6 +65,7 @@ FAMILY: Family = replace(
     variants=(("dense", "moe"),),
     constants={"one": 1},
     pinned=("router_bias",),
+    shown_by=("router",),
     kinds=(
         LayerKind(
             "moe",

@@ -49,6 +49,7 @@ FAMILY: Family = replace(
     ),
     sizes=dict(glm4_moe.FAMILY.sizes) | {"x": ("num_experts", "")},
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
+    shown_by=("router",),
     config_signs=({"model_type": "exaone_moe"},),
     megatron=None,
     tiny=dict(glm4_moe.FAMILY.tiny) | {"j": 1},

@@ -59,6 +59,7 @@ FAMILY: Family = replace(
     ),
     sizes=dict(glm4_moe.FAMILY.sizes) | {"x": ("num_experts", "")},
     proofs=_proofs.get_proofs("hf", "hf-v5"),
+    shown_by=("router",),
     config_signs=({"model_type": "hy_v3"},),
     megatron=None,
 )

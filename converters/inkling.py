@@ -95,6 +95,7 @@ FAMILY = Family(
         "i": ("text_config.num_hidden_layers", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5"),
+    unquantized=("router",),
     config_signs=({"model_type": "inkling_mm_model"},),
     tiny=dict(v=24, d=16, e=4, f=12, m=6, x=4, s=2, xs=6, dr=5, taps=3, an=14, i=2)
     | dict(qd=18, kd=8, rd=20, extent=9, wo=10, wi=15),

@@ -145,6 +145,7 @@ FAMILY = Family(
         "taps": ("linear_conv_kernel_dim|linear_attn_config.short_conv_kernel_size", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "mlx"),
+    shown_by=("router",),
     config_signs=({"model_type": "kimi_linear"},),
     tiny=dict(
         v=24,

@@ -60,6 +60,7 @@ FAMILY = Family(
         "s": ("shared_expert_intermediate_size", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
+    shown_by=("router",),
     config_signs=({"model_type": "laguna"},),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, g=7, x=3, m=10, s=14, i=2),
 )

@@ -76,7 +76,7 @@ FAMILY = Family(
     companions=(Companion({"hf": (".weight", ".weight_scale_inv")}),),
     free=BLOCK_AXES,
     pinned=("router_bias",),
-    unquantized=("mtp_fc",),
+    unquantized=("router", "mtp_fc"),
     formulas=(
         ("z", "n_routed_experts + zero_expert_num"),
         ("qk", "qk_nope_head_dim + qk_rope_head_dim"),

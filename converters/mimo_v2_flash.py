@@ -81,6 +81,7 @@ FAMILY = Family(
         "m": ("moe_intermediate_size", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
+    shown_by=("router",),
     config_signs=({"model_type": "mimo_v2_flash"},),
     tiny=dict(
         v=24, d=16, f=12, h=8, ka=10, va=7, e=6, ve=5, x=3, m=10, dd=32, i=4, down=4, across=8

@@ -25,7 +25,7 @@ NEVER = {
     *("conv1d", "eh_proj", "norm", "input_layernorm", "weights_proj", "in_proj_a", "in_proj_b"),
 }
 ALWAYS = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "q_b_proj", "kv_b_proj"}
-APART = {"compressor", "mtp"}
+APART = {"compressor", "mtp", "mtp_block"}
 STACKED = ("experts", "stacked")
 
 
@@ -50,7 +50,8 @@ def test_roles_follow_key_names_in_every_family(name: str) -> None:
         roles = roles_of(name, layout)
         for key, role in roles.items():
             parts = set(key.split("."))
-            if parts & (TOWERS | NEVER):
+            is_shared_stack = "shared_experts" in parts and not key.endswith(".weight")
+            if parts & (TOWERS | NEVER) or is_shared_stack:
                 assert role == "other", key
             elif parts & ALWAYS and not parts & APART:
                 assert role in (("linear",) if key.endswith(".weight") else STACKED), key
