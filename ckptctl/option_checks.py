@@ -259,7 +259,7 @@ def check_thread_count(value: int) -> int:
 
 def check_device(value: str) -> str:
     """Return the name of a device, or raise unless it is ``cpu``, ``cuda`` or ``cuda:N``."""
-    kind, colon, number = value.partition(":")
+    kind, colon, number = str(value).partition(":")
     if value not in ("cpu", "cuda") and (kind, colon, number.isdecimal()) != ("cuda", ":", True):
         raise UsageError(f"unknown device: `{value}`", hint="use cpu, cuda or cuda:N")
     return value

@@ -153,8 +153,9 @@ def _note_split_experts(slices: Mapping[str, Sequence[_ExpertSlice]]) -> Iterato
     if slices:
         count = sum(map(len, slices.values()))
         yield (
-            f"split {pluralize(len(slices), 'stack')} of experts into {count:,} weights, because "
-            "programs that read this scheme require per-expert weights"
+            f"split {pluralize(len(slices), 'stack')} of experts into "
+            f"{pluralize(count, 'weight')}, because programs that read this scheme require "
+            "per-expert weights"
         )
 
 

@@ -120,8 +120,8 @@ def check_config_bounds(config: Json, tensor_count: int) -> None:
             if abs(value) > (max(tensor_count, MIN_COUNT) if is_count else MAX_NUMBER):
                 if is_count:
                     raise UnknownModelError(
-                        f"config.json states {value:,} for `{key[:64]}`, but the checkpoint has "
-                        f"{tensor_count:,} tensors"
+                        f"config.json states {value:,} for `{key[:64]}`, more than the number "
+                        f"of tensors, {tensor_count:,}"
                     )
                 if isinstance(value, int):
                     raise UnknownModelError(f"`{key[:64]}` in config.json is too large")

@@ -128,7 +128,7 @@ def test_every_sample_converts_exactly_or_is_refused(data: Path, tmp_path: Path,
 
 
 def test_sample_count_and_refused_samples_are_as_expected() -> None:
-    assert len(SAMPLES) == 32
+    assert len(SAMPLES) == 33
     assert sorted(name for name, sample in SAMPLES.items() if sample.refused) == [
         "fsdp1_rankfiles/local",
         "megatron_torch_dist/crashed",

@@ -26,6 +26,11 @@ ALIASES = {
 """Other names of packages in pages and tables."""
 GENERATED = {"compatibility.md", "formats.md", "models.md"}
 BOUNDARIES = {
+    "comparison-with-other-tools.md: torch_checkpointing 0.1.1": "its page compares releases",
+    "speed.md: Bridge 0.3.1": "its numbers are of these releases",
+    "speed.md: megatron-core 0.16.1": "its numbers are of these releases",
+    "speed.md: torch 2.13.0": "its numbers are of these releases",
+    "speed.md: torch_checkpointing 0.1.1": "its numbers are of these releases",
     "survive-preemption.md: torch 2.13": "settings that earlier releases do not have",
     "local-disk-first.md: torch 2.13": "where the behavior was seen",
     "megatron-core.md: Bridge 0.3": "its releases differ",

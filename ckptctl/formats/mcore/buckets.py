@@ -42,6 +42,7 @@ from ckptctl.formats.shared.stored_leaves import Leaves, extract_leaves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.schema import read_as
 from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, read_archive
+from ckptctl.units import pluralize
 
 DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 SHARDING_TYPE_KEYS = ("param_state_sharding_type", "distrib_optim_sharding_type")
@@ -446,8 +447,8 @@ class _StateBuilder:
                     following = next(remaining, None)
                 if size not in (end, -(-end // ALIGNMENT) * ALIGNMENT):
                     raise UnknownOrderError(
-                        f"bucket {position.bucket} of group {position.group} has {size:,} elements "
-                        f"instead of {end:,}"
+                        f"bucket {position.bucket} of group {position.group} has "
+                        f"{pluralize(size, 'element')} instead of {end:,}"
                     )
                 self.used.update(
                     position._replace(

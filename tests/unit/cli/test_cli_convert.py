@@ -131,6 +131,7 @@ def test_convert_options_reach_plan(run, calls):
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
         "tied": None, "stack_layers": False, "experts": None,
         "allow_overflow": False, "allow_missing": False, "verify_replicas": False, "step": (),
+        "device": None, "reference": None, "repack": None,
     }  # fmt: skip
 
 

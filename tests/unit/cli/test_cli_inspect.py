@@ -98,7 +98,7 @@ def test_json_inspect_contains_all_fields(run, folder):
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
         "parameters", "bytes", "verdict", "complete", "scope", "problems", "lacks", "dtypes",
         "files", "assets", "metadata", "notes", "quantized", "dequantizable", "tensors", "blobs",
-        "values", "checkpoints",
+        "values", "checkpoints", "reference",
     }  # fmt: skip
 
 
