@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, queries, keys and values in one tensor.
 
-In ``hf``, linear layers are ``[in, out]`` (transformers' ``Conv1D``). Published files do not have
-the prefix ``transformer.``.
+In ``hf``, linear layers are ``[in, out]`` (transformers' ``Conv1D``), so they are neither quantized
+nor adapted. Published files do not have the prefix ``transformer.``.
 
 Sources: transformers' ``modeling_gpt2.py``, mlx-lm's ``gpt2.py``.
 """
@@ -66,6 +66,7 @@ FAMILY = Family(
         "e": ("head_dim", ""),
         "i": ("n_layer", ""),
     },
+    unquantized=("q", "k", "v", "o", "w1", "w2"),
     proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "gpt2"},),
     tiny=dict(v=24, pos=7, d=16, f=12, h=8, e=2, i=2),

@@ -48,6 +48,8 @@ EXPERT_LAYER_NAMES = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj"
 WEIGHT = ".weight"
 MAMBA_TYPES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 UNSUPPORTED_MAMBA_LAYERS = frozenset({"conv1d", "out_proj"})
+TRANSPOSED_TYPES = frozenset({"gpt2"})
+"""Model types whose linear weights are stored as ``[in, out]``, which adapters do not support."""
 """Layers of Mamba models that PEFT rejects (``_check_lora_target_modules_mamba``)."""
 _REGEX_TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.", re.DOTALL
@@ -122,6 +124,7 @@ def _shorten(text: str) -> str:
 
 
 UNSUPPORTED_FIELDS = {
+    "fan_in_fan_out": "weights stored as `[in, out]`",
     "lora_bias": "biases of B",
     "use_qalora": "QALoRA",
     TARGET_PARAMETERS: "parameter targets, such as fused experts",
@@ -488,7 +491,9 @@ def needs_parameter_target(module: str) -> bool:
 
 
 def is_unsupported_layer(model_type: str, module: str) -> bool:
-    """Return whether PEFT rejects LoRA factors for the linear layer *module*."""
+    """Return whether factors of the linear layer *module* are rejected by PEFT or transposed."""
+    if model_type in TRANSPOSED_TYPES:
+        return True
     return model_type in MAMBA_TYPES and module.rpartition(".")[2] in UNSUPPORTED_MAMBA_LAYERS
 
 

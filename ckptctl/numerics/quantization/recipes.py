@@ -26,7 +26,7 @@ Scales are powers of two (E8M0) in MX formats, and FP8 in NVFP4. Scales of integ
 of the weight.
 """
 WORD_BITS = 32
-COMPRESSED_TENSORS_VERSION = "0.20.0"
+COMPRESSED_TENSORS_VERSION = "0.20.1"
 
 Json = Mapping[str, object]
 
