@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.llama4 import modeling_llama4
 
 from tests.oracle.models import tokens
 from tests.oracle.pictures import consistent_tiles, invisible_padding
+
+if not hasattr(modeling_llama4.MoeCausalLMOutputWithPast, "image_outputs"):
+    # transformers 5.24 reads it from the language model's output, which lacks it.
+    modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
 
 State = dict[str, torch.Tensor]
 

@@ -139,8 +139,18 @@ NOT_APART = {
     "deepseek_v4": "expert width",
     "nemotron_h": "expert width",
     "nemotron_h.latent": "can be applied in 2 ways",
+    "hy_v3": "tensors are unknown to",
+    "bailing_hybrid": "tensors are unknown to",
+    "kimi_linear": "tensors are unknown to",
 }
 """Models whose published form takes no factors of the form in memory; and what is said then."""
+NOT_EXTRACTED = {
+    "clip_text": "PEFT would not find the layers",
+    "gpt2": "no difference that an adapter can represent",
+}
+"""Models without layers that PEFT could adapt as ckptctl writes factors, and the error."""
+RENAMED_BY_PEFT = ("laguna",)
+"""Models whose modules PEFT renames when it loads an adapter, so that it misses their factors."""
 
 
 @pytest.mark.slow
@@ -158,8 +168,8 @@ def test_extracted_lora_restores_adapted_layers_in_every_family(tmp_path: Path, 
             value.data += 0.05 * torch.randn_like(value)
     model.save_pretrained(tmp_path / "tuned")
     options: Any = {"rank": 512, "others": "leave-out"}
-    if name == "clip_text":
-        with pytest.raises(RefusedError, match="PEFT would not find the layers"):
+    if name in NOT_EXTRACTED:
+        with pytest.raises(RefusedError, match=NOT_EXTRACTED[name]):
             ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "o", **options)
         return
     found = ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", **options)
@@ -173,6 +183,9 @@ def test_extracted_lora_restores_adapted_layers_in_every_family(tmp_path: Path, 
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(base, str(tmp_path / "out"))
     lacking = [str(one.message) for one in warned if "missing adapter keys" in str(one.message)]
+    if name in RENAMED_BY_PEFT:
+        assert lacking
+        return
     assert not lacking
     state = adapted.merge_and_unload().state_dict()
     assert state.keys() == want.keys()
