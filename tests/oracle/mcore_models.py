@@ -60,6 +60,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_5_moe_text": {
         **EXPERTS,
+        "num_experts": 6,
         "head_dim": 24,
         "shared_expert_intermediate_size": 26,
         "linear_num_key_heads": 4,
