@@ -210,6 +210,5 @@ def test_expert_stack_roles_match_transformers_fp8_experts(name: str) -> None:
     if not stacks:
         pytest.skip("no stacked experts")
     # DeepSeek-V4's table counts packed elements of FP4: no axis of it is the hidden size.
-    # Inkling's table divides the rows of gate and up, so its stacks are only refused.
-    if family not in ("deepseek_v4", "inkling"):
+    if family != "deepseek_v4":
         assert all((role == "experts") == held for role, held in stacks.values()), stacks

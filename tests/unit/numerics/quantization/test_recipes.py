@@ -50,8 +50,7 @@ def test_roles_follow_key_names_in_every_family(name: str) -> None:
         roles = roles_of(name, layout)
         for key, role in roles.items():
             parts = set(key.split("."))
-            is_shared_stack = "shared_experts" in parts and not key.endswith(".weight")
-            if parts & (TOWERS | NEVER) or is_shared_stack:
+            if parts & (TOWERS | NEVER):
                 assert role == "other", key
             elif parts & ALWAYS and not parts & APART:
                 assert role in (("linear",) if key.endswith(".weight") else STACKED), key
