@@ -58,7 +58,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     if hasattr(config, "workerinput") or not _asks_for_all(config):
         return None
     return (
-        "all tests: about 4 minutes on two cores; `pytest tests/unit/planner`, say, a few seconds"
+        "all tests: about 7 minutes on two cores; `pytest tests/unit/planner`, say, a few seconds"
     )
 
 
