@@ -8,7 +8,7 @@ allowed to be missing, the tensor is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
@@ -211,13 +211,27 @@ class FusedPartCheck:
             tensor_by_part[part]
             for part in sorted(tensor_by_part.keys() - existing_parts, key=lambda n: n or 0)
         ]
-        if missing_tensors:
-            keys = (existing.get((other.name, values), {}) for other, _ in parts)
-            existing_keys = [key for tensor_keys in keys for key in tensor_keys.values()]
+        tensors = {other.name: other for other, _ in parts}
+        keys_by_name = {name: existing.get((name, values), {}) for name in tensors}
+        missing_keys = [
+            key for other in missing_tensors for key in self._iterate_keys(other, values)
+        ]
+        if not missing_tensors and self._have_same_entries(tensors):
+            positions = sorted({position for keys in keys_by_name.values() for position in keys})
             missing_keys = [
-                key for other in missing_tensors for key in self._iterate_keys(other, values)
+                self._format_key(other, values, position)
+                for name, other in tensors.items()
+                for position in positions
+                if position not in keys_by_name[name]
             ]
+        if missing_keys:
+            existing_keys = [key for keys in keys_by_name.values() for key in keys.values()]
             self._skip_or_raise(tensor, values, existing_keys, missing_keys)
+
+    def _have_same_entries(self, names: Iterable[str]) -> bool:
+        """Return whether the source stores the entries of the tensors *names* along equal axes."""
+        leaves = self._source.layout.leaves
+        return len({leaves[name].spread_axes if name in leaves else None for name in names}) == 1
 
     def check_entries(
         self, tensor: LogicalTensor, source_tensor: LogicalTensor, values: IndexValues
