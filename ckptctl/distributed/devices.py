@@ -1,14 +1,10 @@
-"""Synchronization of CUDA devices, and allocation of host memory to which they copy."""
+"""Synchronization of CUDA devices."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from functools import cache
 
 import torch
-
-_log = logging.getLogger("ckptctl")
 
 
 def synchronize_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
@@ -21,19 +17,3 @@ def synchronize_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     for device in devices:
         torch.cuda.synchronize(device)
     return devices
-
-
-def allocate_host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate a byte tensor in host memory, which is pinned if *pinned* is set and possible."""
-    if pinned:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            warn_slow_copies(str(error).partition("\n")[0])
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
-@cache
-def warn_slow_copies(problem: str) -> None:
-    """Warn that *problem* slows down copies from GPUs, once per process for each problem."""
-    _log.warning("cannot pin host memory, so copies from GPUs are slower: %s", problem)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
-from functools import lru_cache, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache, wraps
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptctl import dtypes
-from ckptctl.errors import UsageError, format_option
+from ckptctl.errors import RefusedError, UsageError, format_option
 from ckptctl.installed import require_torch
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.units import pluralize
@@ -79,6 +80,26 @@ class ComputeDevice:
 
             torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Create new tensors on the device in the block.
+
+        Raises:
+            RefusedError: The device does not have enough free memory.
+        """
+        import torch
+
+        try:
+            with self.device:
+                yield
+        except torch.OutOfMemoryError as error:
+            raise RefusedError(
+                f"device {self.device} does not have enough free memory",
+                why=str(error).partition(". ")[0],
+                hint=f"pass {format_option('--jobs')} with fewer threads, or omit "
+                f"{format_option('--device')}",
+            ) from error
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy *tensor* to the device. Its memory may be reused when this function returns."""
         return tensor.to(self.device)
@@ -105,12 +126,36 @@ class PinnedTileBuffers(TileBuffers):
     step = DEVICE_RECTANGLE_BYTES
 
     def _allocate_pages(self, nbytes: int) -> memoryview:
-        import torch
+        return allocate_pinned_pages(max(nbytes, 1))
 
-        tensor = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True)
-        array = (ctypes.c_char * len(tensor)).from_address(tensor.data_ptr())
-        array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view
-        return memoryview(array).cast("B")
+
+def allocate_pinned_pages(nbytes: int) -> memoryview:
+    """Allocate *nbytes* of host memory, which is pinned if possible."""
+    tensor = allocate_host_bytes(nbytes, pinned=True)
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view
+    return memoryview(array).cast("B")
+
+
+def allocate_host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
+    """Allocate a byte tensor in host memory, which is pinned if *pinned* is set and possible."""
+    import torch
+
+    if pinned:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=True)
+        except RuntimeError as error:
+            warn_slow_copies(str(error).partition("\n")[0])
+    return torch.empty(nbytes, dtype=torch.uint8, device=CPU)
+
+
+@cache
+def warn_slow_copies(problem: str) -> None:
+    """Warn that *problem* slows down copies from and to GPUs, once per process for each problem."""
+    import logging
+
+    log = logging.getLogger("ckptctl")
+    log.warning("cannot pin host memory, so copies from and to GPUs are slower: %s", problem)
 
 
 def cache_tables(max_tables: int | None = None) -> Callable[[TableBuilder], TableBuilder]:

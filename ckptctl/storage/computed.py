@@ -13,7 +13,7 @@ import pkgutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -66,7 +66,7 @@ class Kind:
         rows_per_group: Number of rows in a group that is computed together.
         package: Package other than torch that *compute* requires, installed by an extra of the
             same name, or an empty string.
-        host_only: Whether *compute* always runs on the CPU, because it works with bytes or numpy.
+        host_only: Whether *compute* always runs on the CPU, because it moves bits or needs numpy.
     """
 
     compute: Callable[[OutputRectangle], Rounding | None]
@@ -505,11 +505,8 @@ class ComputedFile(ByteSource):
                 self._allocate_on_device(len(rows), len(columns)),
             )
             self._opened.nesting_depth += 1
-            context: AbstractContextManager[object] = (
-                self._device.device if self._device else nullcontext()
-            )
             try:
-                with context:
+                with self._device.activate() if self._device else nullcontext():
                     rounding = self.kind.compute(output)
             finally:
                 self._opened.nesting_depth -= 1

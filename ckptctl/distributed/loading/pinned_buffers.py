@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ckptctl.distributed.devices import allocate_host_bytes, synchronize_devices
-from ckptctl.distributed.state import to_memoryview
+from ckptctl.distributed.devices import synchronize_devices
 from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, RunViews, TileBuffers
+from ckptctl.storage.compute_device import allocate_pinned_pages
 from ckptctl.storage.page_cache import PAGE_BYTES
 
 BUFFER_SETS_PER_THREAD = 2
@@ -117,7 +117,4 @@ class _PinnedBufferSet(TileBuffers):
         size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
         if self.nbytes + size > MAX_PINNED_SET_BYTES:
             return super()._allocate_pages(nbytes)
-        tensor = allocate_host_bytes(size, pinned=True)
-        view = to_memoryview(tensor)
-        view.obj.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view
-        return view
+        return allocate_pinned_pages(size)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ckptctl.distributed.devices import allocate_host_bytes
 from ckptctl.distributed.state import iterate_row_major_parts, to_memoryview, view_as_bytes
 from ckptctl.storage.byte_files import ByteSource
+from ckptctl.storage.compute_device import allocate_host_bytes
 
 HOST = "cpu"
 MAX_DEVICE_THREADS = 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ckptctl.distributed.devices import allocate_host_bytes, synchronize_devices
+from ckptctl.distributed.devices import synchronize_devices
+from ckptctl.storage.compute_device import allocate_host_bytes
 
 
 def test_host_tensors_are_not_synchronized() -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 
-from ckptctl.distributed.devices import warn_slow_copies
 from ckptctl.distributed.loading.pinned_buffers import (
     BUFFER_SETS_PER_THREAD,
     MAX_PINNED_SET_BYTES,
@@ -17,6 +16,7 @@ from ckptctl.distributed.loading.pinned_buffers import (
 )
 from ckptctl.planner.copying.tile import ScatterPattern
 from ckptctl.storage.buffers import CAST_BUFFER, STAGING_BUFFER, TILE_BUFFER, TileBuffers
+from ckptctl.storage.compute_device import warn_slow_copies
 
 log: list[str] = []
 pinned_tensors: list[torch.Tensor] = []

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.distributed.devices import warn_slow_copies
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
@@ -20,6 +19,7 @@ from ckptctl.distributed.saving.save import save, write_collectively
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.ranks.coordinator import SingleProcess
 from ckptctl.storage import threads
+from ckptctl.storage.compute_device import warn_slow_copies
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 from tests.integration.saving_ranks import stock_load
