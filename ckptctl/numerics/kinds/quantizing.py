@@ -388,7 +388,7 @@ def _compute_integer_scales(
 ) -> torch.Tensor:
     import torch
 
-    scales = largest / (((1 << bits) - 1) / 2)
+    scales = _divide(largest, ((1 << bits) - 1) / 2)
     return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 

@@ -52,7 +52,7 @@ def _read_transposed(
         first = start // size * size
         chunk = range(first, min(first + size, width))
         part = range(start, min(chunk.stop, rows.stop))
-        matrix = tensor.read_transposed(chunk, dtype, lambda found: found)
+        matrix = tensor.read_transposed(chunk, dtype, lambda values: values)
         yield part, matrix[part.start - chunk.start : part.stop - chunk.start]
         start = part.stop
 
@@ -77,9 +77,9 @@ def _transpose(out: OutputRectangle, tensor: InputTensor, item_bytes: int) -> No
 def _require_consecutive_groups(order: InputTensor, group: int) -> None:
     import torch
 
-    found = order.read_all().view(-1)
-    expected = torch.arange(len(found), dtype=found.dtype).div_(group, rounding_mode="floor")
-    if not torch.equal(found, expected):
+    group_of_column = order.read_all().view(-1)
+    expected = torch.arange(len(group_of_column), dtype=group_of_column.dtype)
+    if not torch.equal(group_of_column, expected.div_(group, rounding_mode="floor")):
         name = order.entry.name
         raise UnsupportedError(
             f"`{name}` orders columns by activation",
@@ -114,7 +114,8 @@ def _repack_scales(out: OutputRectangle) -> None:
     form: IntegerGroups = out.arguments
     for tensor in zeros:
         middle = 1 << (form.bits - 1)
-        wrong = (found := _read_zero_points(tensor, form, scales.entry.shape[1]))[found != middle]
+        zero_points = _read_zero_points(tensor, form, scales.entry.shape[1])
+        wrong = zero_points[zero_points != middle]
         if wrong.numel():
             raise UnsupportedError(
                 f"`{tensor.entry.name}` contradicts the configuration",
@@ -166,9 +167,9 @@ def _write_reciprocal(out: OutputRectangle) -> None:
 
 
 KINDS = {
-    "repacked_gptq": Kind(_repack_gptq),
-    "repacked_awq": Kind(_repack_awq),
-    "repacked_scales": Kind(_repack_scales),
-    "repacked_zeros": Kind(_repack_zeros),
-    "reciprocal": Kind(_write_reciprocal),
+    "repacked_gptq": Kind(_repack_gptq, host_only=True),
+    "repacked_awq": Kind(_repack_awq, host_only=True),
+    "repacked_scales": Kind(_repack_scales, host_only=True),
+    "repacked_zeros": Kind(_repack_zeros, host_only=True),
+    "reciprocal": Kind(_write_reciprocal, host_only=True),
 }
