@@ -260,7 +260,7 @@ class ConversionOptions(WriteOptions, _TargetFormatOptions):
         Literal["compressed-tensors"] | None,
         Option(
             "Store quantized weights (AWQ, GPTQ, ModelOpt NVFP4) in another format without "
-            "rounding: compressed-tensors.",
+            "requantizing: compressed-tensors.",
             metavar="FORMAT",
             panel="Format and model",
             excludes=(

@@ -72,7 +72,9 @@ def quantize(draft: Draft) -> Draft:
     draft.notes.add(
         _build_summary_note(quantization, recipe),
         *_note_misaligned_fusion(recipe, selected),
-        *_note_stacked_experts([one for one in selected if one.name not in slices], draft.change),
+        *_note_stacked_experts(
+            [tensor for tensor in selected if tensor.name not in slices], draft.change
+        ),
         *_note_split_experts(slices),
     )
     return replace(

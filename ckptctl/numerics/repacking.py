@@ -1,4 +1,4 @@
-"""``--repack``: store quantized weights in the format of another program, without rounding.
+"""``--repack``: store quantized weights in another format without requantizing.
 
 The source is dequantized only in the plan: its model is recognized and mapped by the names of
 unquantized weights, and then each weight is replaced by its stored parts. The dequantized tensors
@@ -104,10 +104,9 @@ def prepare_repacking(draft: Draft) -> Draft:
         )
     draft = replace(draft, assets=strip_quantization_configs(draft.assets))
     schemes = ", ".join(dict.fromkeys(weight.description for weight in survey.weights))
-    note = (
-        f"repacked {pluralize(len(survey.weights), 'weight')} as {options.repack} without "
-        f"rounding ({schemes})"
-    )
+    note = f"repacked {pluralize(len(survey.weights), 'weight')} as {options.repack} ({schemes})"
+    if modules:
+        note += "; global scales are stored as their reciprocals, rounded to fp32"
     return draft.with_catalog(replace(dequantized, notes=(*catalog.notes, note)))
 
 
@@ -161,8 +160,8 @@ def repack(draft: Draft) -> Draft:
             continue
         del mapped[tensor.name]
         module = tensor.name.removesuffix(WEIGHT)
-        found = repacked[tensor.name] = _repack_weight(draft, tensor, weight)
-        for part in found.parts:
+        repacked_weight = repacked[tensor.name] = _repack_weight(draft, tensor, weight)
+        for part in repacked_weight.parts:
             name = module + part.suffix
             key, source = build_computed_name(f"{name}@repacked"), part.source
             if isinstance(source, ComputedTensor):
@@ -199,17 +198,18 @@ def _find_quantized_weight(draft: Draft, tensor: OutputTensor) -> ComputedTensor
 
 
 def _repack_weight(draft: Draft, tensor: OutputTensor, weight: ComputedTensor) -> _RepackedWeight:
-    found = _REPACKERS[weight.kind](tensor, weight)
+    repacked_weight = _REPACKERS[weight.kind](tensor, weight)
     if weight.kind != "fp4_groups":
-        return found
+        return repacked_weight
     lead = weight.inputs[0].entry.name
     name = lead.removesuffix(WEIGHT) + INPUT_SCALE
     if name not in draft.source.tensors:
-        return found
+        return repacked_weight
     source = locate_tensors(draft.source, [name])
     scale = ComputeInput(source.root, source.tensors[name])
     part = _RepackedPart(".input_global_scale", _build_reciprocal(scale))
-    return replace(found, parts=(*found.parts, part), inputs=_NVFP4_INPUTS)
+    parts = (*repacked_weight.parts, part)
+    return replace(repacked_weight, parts=parts, inputs=_NVFP4_INPUTS)
 
 
 def _repack_integers(tensor: OutputTensor, weight: ComputedTensor) -> _RepackedWeight:

@@ -57,8 +57,8 @@ def compare_with_transformers(config: Json, shapes: Shapes) -> ReferenceResult:
         more=answer["more"],
         unexpected_names=tuple(answer["unexpected"]),
         shapes={
-            name: f"the shape is {_format_shape(found)}, but {source} has {_format_shape(expected)}"
-            for name, found, expected in answer["shapes"]
+            name: f"the shape is {_format_shape(shape)}, but {source} has {_format_shape(expected)}"
+            for name, shape, expected in answer["shapes"]
         },
     )
 

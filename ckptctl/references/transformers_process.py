@@ -284,15 +284,15 @@ class Renamer:
 
     Attributes:
         model: Model on the meta device.
-        held: Tensors of the model, by name in memory.
+        model_tensors: Tensors of the model, by name in memory.
         converters: Rules that merge or split tensors, by pattern of stored names.
     """
 
-    def __init__(self, model: Any, held: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, model_tensors: Mapping[str, Any]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self.model, self.held = model, held
+        self.model, self.model_tensors = model, model_tensors
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -302,9 +302,9 @@ class Renamer:
         """Return the name in memory, and the pattern of the rule that merges or splits, or None."""
         from transformers.core_model_loading import rename_source_key
 
-        tail = (self.model.base_model_prefix, self.held)
+        tail = (self.model.base_model_prefix, self.model_tensors)
         target, pattern = rename_source_key(name, self._renamings, self._converters, *tail)
-        if target not in self.held and name in self.held:
+        if target not in self.model_tensors and name in self.model_tensors:
             target, pattern = rename_source_key(name, [], [], *tail)
         return target, pattern
 
@@ -341,12 +341,12 @@ class StoredTensors:
         converters: dict[str, Any] = {}
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = renamer.rename(name)
-            if target not in renamer.held:
+            if target not in renamer.model_tensors:
                 self.unmapped.append(name)
             elif pattern is None:
                 self.renamed[target] = name
                 shape = tensors[name]
-                if shape is not None and tuple(shape) != tuple(renamer.held[target].shape):
+                if shape is not None and tuple(shape) != tuple(renamer.model_tensors[target].shape):
                     self.wrong[target] = list(shape)
             else:
                 self.merged[target].append(name)
@@ -373,7 +373,7 @@ class StoredTensors:
             return
         for name, value in made.items():
             value = value[0] if isinstance(value, list) else value
-            if name in renamer.held and value.shape != renamer.held[name].shape:
+            if name in renamer.model_tensors and value.shape != renamer.model_tensors[name].shape:
                 self.wrong[name] = list(value.shape)
 
 
@@ -394,22 +394,24 @@ def compare_with_class(
         not listed.
     """
     model = build_model(config, class_name, MIN_PARTS + PARTS_PER_TENSOR * len(tensors))
-    held = model.state_dict(keep_vars=True)
-    stored = StoredTensors(Renamer(model, held), tensors)
-    absent = list(find_missing_targets(model, held, stored.names))
+    model_tensors = model.state_dict(keep_vars=True)
+    stored = StoredTensors(Renamer(model, model_tensors), tensors)
+    absent = list(find_missing_targets(model, model_tensors, stored.names))
     missing: dict[str, None] = {}
     shapes: list[tuple[str, list[int], list[int]]] = []
     if absent or stored.wrong or stored.uncompared:
-        namer = StoredNames(model, held, stored, tensors)
+        namer = StoredNames(model, model_tensors, stored, tensors)
         for target in absent:
             missing.update(dict.fromkeys(namer.find_missing(target)))
         for target in stored.uncompared:
             missing.update(dict.fromkeys(namer.find_missing_parts(target)))
-        for target, found in stored.wrong.items():
+        for target, stored_shape in stored.wrong.items():
             parts = () if target in stored.renamed else namer.find_missing_parts(target)
             missing.update(dict.fromkeys(parts))
             if not parts:
-                shapes.append((namer.get_stored_name(target), found, list(held[target].shape)))
+                shapes.append(
+                    (namer.get_stored_name(target), stored_shape, list(model_tensors[target].shape))
+                )
     names = list(missing)
     return {
         "missing": names[:MAX_LISTED],
@@ -417,12 +419,12 @@ def compare_with_class(
         "unexpected": list(iterate_unexpected(model, stored.unmapped))[:MAX_LISTED],
         "unmapped": len(stored.unmapped),
         "shapes": shapes[:MAX_LISTED],
-        "required": len(held),
+        "required": len(model_tensors),
     }
 
 
 def find_missing_targets(
-    model: Any, held: Mapping[str, Any], present: Collection[str]
+    model: Any, model_tensors: Mapping[str, Any], present: Collection[str]
 ) -> Iterator[str]:
     """Yield the names in memory that require a stored tensor and have none.
 
@@ -430,28 +432,32 @@ def find_missing_targets(
     """
     ignored = _compile(model._keys_to_ignore_on_load_missing)
     unsaved = set(model._keys_to_ignore_on_save or ())
-    leader = group_shared_names(model, held)
+    leader = group_shared_names(model, model_tensors)
     satisfied = {leader[name] for name in present if name in leader}
-    for name in held:
+    for name in model_tensors:
         is_ignored = name in unsaved or (ignored is not None and ignored.search(name))
         if leader[name] == name and name not in satisfied and not is_ignored:
             yield name
 
 
-def group_shared_names(model: Any, held: Mapping[str, Any]) -> dict[str, str]:
+def group_shared_names(model: Any, model_tensors: Mapping[str, Any]) -> dict[str, str]:
     """Map each name in memory to the first name of its tensor, which is the one that is saved."""
-    tied = {k: v for k, v in model.all_tied_weights_keys.items() if k in held and v in held}
+    tied = {
+        k: v
+        for k, v in model.all_tied_weights_keys.items()
+        if k in model_tensors and v in model_tensors
+    }
     owners: dict[int, str] = {}
-    for name, tensor in held.items():
+    for name, tensor in model_tensors.items():
         if name not in tied:
             owners.setdefault(id(tensor), name)
     leader: dict[str, str] = {}
-    for name in held:
+    for name in model_tensors:
         source, seen = name, set[str]()
         while source in tied and source not in seen:
             seen.add(source)
             source = tied[source]
-        leader[name] = owners.get(id(held[source]), source)
+        leader[name] = owners.get(id(model_tensors[source]), source)
     return leader
 
 
@@ -470,15 +476,15 @@ def _compile(patterns: Collection[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def list_stored_names(model: Any, held: Mapping[str, Any]) -> list[str]:
+def list_stored_names(model: Any, model_tensors: Mapping[str, Any]) -> list[str]:
     """List the names that ``save_pretrained`` would give the tensors, or an empty list."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    leader = group_shared_names(model, held)
+    leader = group_shared_names(model, model_tensors)
     unsaved = set(model._keys_to_ignore_on_save or ())
     saved = {
         name: tensor.detach()
-        for name, tensor in held.items()
+        for name, tensor in model_tensors.items()
         if leader[name] == name and name not in unsaved
     }
     with suppress(Exception):  # not every rule can be reverted
@@ -496,14 +502,14 @@ class StoredNames:
     def __init__(
         self,
         model: Any,
-        held: Mapping[str, Any],
+        model_tensors: Mapping[str, Any],
         stored: StoredTensors,
         tensors: Collection[str],
     ) -> None:
-        self._renamer = renamer = Renamer(model, held)
+        self._renamer = renamer = Renamer(model, model_tensors)
         self._stored, self._tensors = stored, tensors
         self._expected: dict[str, list[str]] = defaultdict(list)
-        for name in list_stored_names(model, held):
+        for name in list_stored_names(model, model_tensors):
             for target in renamer.list_targets(name):
                 self._expected[target].append(name)
         self._siblings: dict[str, tuple[str, str]] = {}
@@ -539,9 +545,9 @@ class StoredNames:
         """Return *name* with the prefix that other tensors of the checkpoint have instead."""
         if name in self._tensors:
             return name
-        for wanted, found in self._prefixes:
-            if name.startswith(wanted):
-                adapted = found + name.removeprefix(wanted)
+        for expected_prefix, stored_prefix in self._prefixes:
+            if name.startswith(expected_prefix):
+                adapted = stored_prefix + name.removeprefix(expected_prefix)
                 if self._renamer.rename(adapted)[0] == self._renamer.rename(name)[0]:
                     return adapted
         return name

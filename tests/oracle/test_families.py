@@ -154,7 +154,7 @@ def test_in_memory_layout_to_hf_keeps_logits(tmp_path: Path, name: str) -> None:
     state = hf_models.in_memory(model)
     source = save_torch(tmp_path / "memory.pt", state)
     found = to_hf(source, tmp_path / "out", family, layout, folder)
-    assert near(found, expected)
+    assert torch.equal(found, expected)
     wrong = save_torch(tmp_path / "wrong.pt", with_swapped_norms(state))
     found = to_hf(wrong, tmp_path / "wrong", family, layout, folder)
     assert distance(found, expected) > WRONG

@@ -251,7 +251,7 @@ def _map_states(
     arguments: Mapping[str, object],
 ) -> dict[str, TensorEntry]:
     """Try the known orders of parameters, and return the state of the only one that fits."""
-    found: list[dict[str, TensorEntry]] = []
+    fitting_states: list[dict[str, TensorEntry]] = []
     problems: list[str] = []
     for separate_norms in (False, True):
         for grouped in (False, True):
@@ -262,13 +262,13 @@ def _map_states(
             except UnknownOrderError as error:
                 problems.append(str(error))
                 continue
-            if states not in found:
-                found.append(states)
-    if len(found) > 1:
+            if states not in fitting_states:
+                fitting_states.append(states)
+    if len(fitting_states) > 1:
         raise UnknownOrderError("several orders of the parameters fit")
-    if not found:
+    if not fitting_states:
         raise UnknownOrderError(problems[0])
-    return found[0]
+    return fitting_states[0]
 
 
 class _Order(NamedTuple):

@@ -240,11 +240,11 @@ def _read_transposed(
         return result.bitwise_and_((1 << bits) - 1).to(torch.float32)
 
     assert weight.zero
-    packed = weight.integers.read_transposed(chunk, "int32", lambda found: found)[rows_in_chunk]
+    packed = weight.integers.read_transposed(chunk, "int32", lambda values: values)[rows_in_chunk]
     zero = weight.zero.read_transposed(_to_word_range(chunk, bits), "float32", unpack_zeros)[
         rows_in_chunk
     ]
-    scale = weight.scale.read_transposed(chunk, "float32", lambda found: found.to(torch.float32))
+    scale = weight.scale.read_transposed(chunk, "float32", lambda values: values.to(torch.float32))
     integers = unpack_integers(packed[:, words.start : words.stop], bits, 1, out.get_scratch)
     return integers[:, : len(column_range)], scale[rows_in_chunk], zero
 
