@@ -154,8 +154,8 @@ def read_config_statements(family: Family | None, config: Json, source: str) -> 
             if fact not in sizes:
                 yield Statement(fact, size, source, is_explicit=False, default_owner="transformers")
         for names in family.sizes.values():
-            for name in split_aliases(names[0]):
-                values.pop(name, None)
+            stated = (name for name in split_aliases(names[0]) if name in values)
+            values.pop(next(stated, ""), None)  # further aliases state facts of their own
     yield from (Statement(name, value, source) for name, value in values.items())
     modules: dict[str, object] = {f"{name}.": config.get(name) for name in SUBMODEL_KEYS}
     unscaled = {

@@ -179,7 +179,11 @@ def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
     selected_names = (linear_roles.keys() | added_names) - excluded_names
     selected = [candidate for candidate in draft.tensors if candidate.name in selected_names]
     if not selected:
-        raise UsageError("no tensors to quantize", where=draft.catalog.path)
+        raise UsageError(
+            "no tensors to quantize",
+            where=draft.catalog.path,
+            why="" if linear_roles else "the model has no linear layers that programs quantize",
+        )
     for tensor in selected:
         _require_quantizable(
             tensor, recipe, linear_roles.get(tensor.name, "other"), draft.change.family

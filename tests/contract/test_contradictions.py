@@ -103,10 +103,6 @@ def irrelevant(path: Place) -> bool:
     return any(key in SKIPPED or key.startswith("_") for key in path)
 
 
-ONLY_NOTED = {("bailing_hybrid", "head_dim")}
-"""Facts that change logits and are only noted, because the sizes of two layer kinds share a key."""
-
-
 def unused(config: Mapping[str, Any], path: Place) -> bool:
     """Whether a window is stated and switched off."""
     windows = ("sliding_window", "max_window_layers")
@@ -140,7 +136,7 @@ def test_contradicting_configs_are_refused_or_noted(name: str) -> None:
             assert decided and all(OTHER in text for text in decided.values())
         else:
             assert any(path[-1] in note for note in notes), path
-            assert path[-1] in LOGIT_NEUTRAL_KEYS or (name, path[-1]) in ONLY_NOTED, path
+            assert path[-1] in LOGIT_NEUTRAL_KEYS, path
 
 
 def test_number_spelled_as_string_equals_number() -> None:
