@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptctl.adapters.merging import MergePlan as MergePlan
+    from ckptctl.api.conversion import average as average
     from ckptctl.api.conversion import consolidate as consolidate
     from ckptctl.api.conversion import convert as convert
     from ckptctl.api.conversion import extract_lora as extract_lora
     from ckptctl.api.conversion import merge as merge
+    from ckptctl.api.conversion import plan_average as plan_average
     from ckptctl.api.conversion import plan_consolidation as plan_consolidation
     from ckptctl.api.conversion import plan_conversion as plan_conversion
     from ckptctl.api.conversion import plan_merge as plan_merge
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ckptctl.runs.removal import PrunePlan as PrunePlan
     from ckptctl.runs.removal import PruneResult as PruneResult
     from ckptctl.save_load.loading.load_options import LoadReport as LoadReport
+    from ckptctl.verbs.averages.averaging import AveragePlan as AveragePlan
     from ckptctl.verbs.comparison.diff_result import Difference as Difference
     from ckptctl.verbs.consolidate_metadata import MetadataPlan as MetadataPlan
     from ckptctl.verbs.consolidate_metadata import MetadataResult as MetadataResult
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncSaver": "ckptctl.distributed.background.async_save",
+    "AveragePlan": "ckptctl.verbs.averages.averaging",
     "Catalog": "ckptctl.catalog",
     "CheckpointManager": "ckptctl.distributed.run.manager",
     "CkptError": "ckptctl.errors",
@@ -93,6 +97,7 @@ _HOME = {
     "Verification": "ckptctl.verbs.verification.verify_result",
     "__version__": "ckptctl.version",
     "async_save": "ckptctl.distributed.background.async_save",
+    "average": "ckptctl.api.conversion",
     "consolidate": "ckptctl.api.conversion",
     "convert": "ckptctl.api.conversion",
     "diff": "ckptctl.api.reading",
@@ -107,6 +112,7 @@ _HOME = {
     "merge": "ckptctl.api.conversion",
     "models": "ckptctl.api.reading",
     "open": "ckptctl.api.reading",
+    "plan_average": "ckptctl.api.conversion",
     "plan_consolidation": "ckptctl.api.conversion",
     "plan_conversion": "ckptctl.api.conversion",
     "plan_merge": "ckptctl.api.conversion",

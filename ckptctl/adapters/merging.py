@@ -37,7 +37,11 @@ from ckptctl.adapters.peft import (
 from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, build_computed_name
 from ckptctl.conversion.conversion_options import ConversionOptions, MergeOptions
 from ckptctl.conversion.convert import ConversionPlan, Step, plan_with_steps
-from ckptctl.conversion.destinations import is_replaceable, require_destination
+from ckptctl.conversion.destinations import (
+    is_replaceable,
+    require_destination,
+    require_writable_format,
+)
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.layout_change import choose_family
 from ckptctl.conversion.recognition.model import (
@@ -47,7 +51,7 @@ from ckptctl.conversion.recognition.model import (
     require_known_model,
 )
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, RefusedError, UsageError, format_option
+from ckptctl.errors import MappingError, RefusedError, format_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
@@ -89,7 +93,7 @@ def plan_merge(
     """Plan a merge, keeping the model's format unless *options* set ``to``."""
     with families.use_converter_file(options.converter):
         conversion_options = options.with_target_format(
-            options.to or _require_writable_format(base, options)
+            options.to or require_writable_format(base, options.from_format)
         )
         adapter_path = formats.to_existing_path(adapter)
         require_destination(adapter_path, parse_path(dst), options.overwrite, is_replaceable)
@@ -106,21 +110,6 @@ def plan_merge(
         len(adapter_merge.matched.replaced),
         tuple(sorted(adapter_merge.scales)),
     )
-
-
-def _require_writable_format(base: str | TreePath, options: MergeOptions) -> str:
-    """Return the name of the base's format, or raise if it cannot be written."""
-    source_format = (
-        formats.get_format(options.from_format)
-        if options.from_format
-        else formats.detect_format(base)
-    )
-    if source_format.name not in formats.list_writable_names():
-        raise UsageError(
-            f"format `{source_format.name}` can only be read",
-            hint=f"choose an output format with {format_option('--to')}",
-        )
-    return source_format.name
 
 
 class AdapterMerge:

@@ -1,8 +1,8 @@
-"""Public functions that plan and write checkpoints: convert, merge, extract_lora, consolidate."""
+"""Public functions that plan and write checkpoints, such as convert, merge and consolidate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,10 +17,13 @@ from ckptctl.conversion.conversion_options import (
 )
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.keywords import accept_keywords
-from ckptctl.option_checks import AnyPath
+from ckptctl.option_checks import AnyPath, check_locations
 from ckptctl.options import Option
 from ckptctl.storage.publish import clean_up_if_refused
 from ckptctl.verbs import consolidate_metadata
+from ckptctl.verbs.averages import averaging
+from ckptctl.verbs.averages.average_options import UNSUPPORTED_OPTIONS, AverageOptions
+from ckptctl.verbs.averages.averaging import AveragePlan
 from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
 from ckptctl.verbs.lora_extraction import extract_lora as lora
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
@@ -41,6 +44,11 @@ class _Conversion(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge(MergeOptions):
+    progress: Progress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Average(AverageOptions):
     progress: Progress = None
 
 
@@ -117,6 +125,40 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     """
     with clean_up_if_refused(dst):
         plan = merging.plan_merge(base, adapter, dst, options)
+    return conversion.run_conversion(plan.conversion, options.progress)
+
+
+@accept_keywords(AverageOptions, excluded=UNSUPPORTED_OPTIONS)
+def plan_average(sources: Sequence[AnyPath], dst: AnyPath, options: AverageOptions) -> AveragePlan:
+    """Plan an average of checkpoints without writing anything.
+
+    Args:
+        sources: Checkpoints of one model, oldest first, or only the folder of a run.
+        dst: Destination of the average.
+        options: All other arguments.
+
+    Raises:
+        CkptError: The average would fail or would not be safe.
+    """
+    return averaging.plan_average(check_locations(sources), dst, options)
+
+
+@accept_keywords(_Average, excluded=UNSUPPORTED_OPTIONS)
+def average(sources: Sequence[AnyPath], dst: AnyPath, options: _Average) -> ConversionResult:
+    """Average checkpoints of one model and publish the result as *dst*.
+
+    Args:
+        sources: Checkpoints of one model, oldest first, or only the folder of a run. They are never
+            changed.
+        dst: Destination. It must not exist, unless it is a checkpoint and ``overwrite=True``.
+        options: All other arguments.
+
+    Raises:
+        CkptError: The average failed. Nothing was published, unless ``verify`` failed.
+    """
+    with clean_up_if_refused(dst):
+        plan = averaging.plan_average(check_locations(sources), dst, options)
+        plan.require_redundant_data()
     return conversion.run_conversion(plan.conversion, options.progress)
 
 

@@ -34,11 +34,13 @@ Planning reads non-tensor values and small tensors such as scales, but no weight
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptctl import families
 from ckptctl.conversion.contents import plan_layout_change, plan_output_tensors
 from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.executable import build_plan
 from ckptctl.conversion.laying_out import open_sharding_reference, plan_file_layout
 from ckptctl.conversion.opening import detect_model, explain_errors, open_draft
@@ -58,6 +60,7 @@ __all__ = [
     "ConversionResult",
     "Step",
     "plan_conversion",
+    "plan_tensors",
     "plan_with_steps",
     "run_conversion",
 ]
@@ -79,6 +82,25 @@ def plan_with_steps(
     Other commands, such as ``merge``, pass the steps that they add.
     """
     steps = [*select_steps(options), *extra_steps]
+    before_output_steps, source_notes = plan_tensors(src, dst, options, steps)
+    with explain_errors(before_output_steps):
+        draft = apply_steps(steps, "output", before_output_steps)
+        draft = plan_file_layout(draft)
+        draft = apply_steps(steps, "files", draft)
+        plan = build_plan(draft)
+    return build_conversion_plan(
+        draft, plan, summarize_conversion(before_output_steps, draft), source_notes
+    )
+
+
+def plan_tensors(
+    src: str | TreePath, dst: str | TreePath, options: ConversionOptions, steps: Sequence[Step]
+) -> tuple[Draft, Notes]:
+    """Plan the output tensors of a conversion, before steps at ``output`` change them.
+
+    Returns:
+        The draft, and the notes on the source, which precede those on sidecar files.
+    """
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
     draft = detect_model(draft)
@@ -92,14 +114,7 @@ def plan_with_steps(
         draft = apply_steps(steps, "selection", draft)
         draft = plan_layout_change(draft)
         draft = apply_steps(steps, "layout", draft)
-        draft = before_output_steps = plan_output_tensors(draft)
-        draft = apply_steps(steps, "output", draft)
-        draft = plan_file_layout(draft)
-        draft = apply_steps(steps, "files", draft)
-        plan = build_plan(draft)
-    return build_conversion_plan(
-        draft, plan, summarize_conversion(before_output_steps, draft), source_notes
-    )
+        return plan_output_tensors(draft), source_notes
 
 
 def run_conversion(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import CkptError, RefusedError, quote_names
+from ckptctl.errors import CkptError, RefusedError, UsageError, format_option, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.checksums import read_carried_file_sizes
 from ckptctl.formats.sidecar_files import WEIGHT_SUFFIXES, scan_sidecar_files
@@ -84,6 +84,24 @@ def require_destination(
     destinations.check_target(destination, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(destination)
     return Destination(target, destination)
+
+
+def require_writable_format(source: str | TreePath, from_format: str | None) -> str:
+    """Return the name of the format of *source*, or raise if it cannot be written.
+
+    Args:
+        source: The checkpoint.
+        from_format: Name of its format, or None to detect it.
+    """
+    source_format = (
+        formats.get_format(from_format) if from_format else formats.detect_format(source)
+    )
+    if source_format.name not in formats.list_writable_names():
+        raise UsageError(
+            f"format `{source_format.name}` can only be read",
+            hint=f"choose an output format with {format_option('--to')}",
+        )
+    return source_format.name
 
 
 def is_replaceable(path: TreePath) -> bool:

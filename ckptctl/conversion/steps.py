@@ -15,6 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptctl import installed
+from ckptctl.catalog import find_reachable_files, is_computed
+from ckptctl.columns import get_extent_files
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft
 from ckptctl.errors import MappingError, quote_names
@@ -149,7 +151,16 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
 
 
 def _collect_input_names(draft: Draft) -> dict[str, None]:
-    """Collect the names of the tensors in ``draft.located`` that output tensors read."""
+    """Collect the names of all tensors that output tensors read, also through virtual files."""
     written = {tensor.name for tensor in draft.tensors}
     composed = (item for name, item in draft.mapped.items() if name in written)
-    return dict.fromkeys(key for item in composed for key in item.keys)
+    names = dict.fromkeys(key for item in composed for key in item.keys)
+    files = (
+        file
+        for name in names
+        for file in get_extent_files(draft.located.tensors[name].extents)
+        if is_computed(file)
+    )
+    virtual_files = find_reachable_files(draft.located.computed, files)
+    read = (item.entry.name for virtual in virtual_files.values() for item in virtual.inputs)
+    return names | dict.fromkeys(read)

@@ -67,6 +67,8 @@ class Kind:
         package: Package other than torch that *compute* requires, installed by an extra of the
             same name, or an empty string.
         host_only: Whether *compute* always runs on the CPU, because it moves bits or needs numpy.
+        reads_in_turn: Whether *compute* is done with the elements of an input before it reads the
+            next one, so that all inputs share one buffer.
     """
 
     compute: Callable[[OutputRectangle], Rounding | None]
@@ -76,6 +78,7 @@ class Kind:
     rows_per_group: int = 1
     package: str = ""
     host_only: bool = False
+    reads_in_turn: bool = False
 
 
 @cache
@@ -196,12 +199,14 @@ class InputTensor:
         file: str,
         number: int,
         device: ComputeDevice | None,
+        buffer: str,
     ) -> None:
         self.entry = compute_input.entry
         self.device = device
         self._opened = opened
         self._root = compute_input.root
         self._key = file, number
+        self._buffer = buffer
 
     @property
     def files(self) -> SourceFiles:
@@ -222,9 +227,7 @@ class InputTensor:
         read_columns = selected_columns
         if reads_rows or len(self.entry.extents) > 1 or not self.files.local:
             read_columns = range(width)
-        memory = self._opened.buffers.get_buffer(
-            str(self._key[1]), len(rows) * len(read_columns) * item
-        )
+        memory = self._opened.buffers.get_buffer(self._buffer, len(rows) * len(read_columns) * item)
         memory = memory[: len(rows) * len(read_columns) * item]
         self._reader.read_box_into(build_matrix_box(rows, read_columns), memory)
         matrix = view_elements(memory, self.entry.dtype, len(read_columns))
@@ -432,7 +435,14 @@ class ComputedFile(ByteSource):
             import_torch()
         self._device = None if self.kind.host_only else opened.device
         self._inputs = tuple(
-            InputTensor(opened, compute_input, name, number, self._device)
+            InputTensor(
+                opened,
+                compute_input,
+                name,
+                number,
+                self._device,
+                "0" if self.kind.reads_in_turn else str(number),
+            )
             for number, compute_input in enumerate(computed.inputs)
         )
         self._itemsize = dtypes.get_itemsize(computed.dtype)

@@ -45,6 +45,10 @@ class Line:
 
 
 LINES = {
+    "average": (
+        Line("{base} {tuned} {out}"),
+        Line("{base} {tuned} {out} --dry-run --ema 0.5"),
+    ),
     "consolidate": (
         Line("{ranks} {out}"),
         Line("{copy:ranks} --metadata-only"),
@@ -115,6 +119,7 @@ LINES = {
     ),
 }
 SCENES = {
+    "average": "average base tuned averaged",
     "consolidate": "consolidate ranks whole",
     "consolidate-metadata": "consolidate ranks --metadata-only",
     "convert": "convert hf out --to dcp",
