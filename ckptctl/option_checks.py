@@ -110,11 +110,10 @@ def check_location(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
     return parse_path(value)
 
 
-def check_locations(value: Sequence[str | TreePath]) -> tuple[TreePath, ...]:
-    """Parse the paths or URLs of several checkpoints, without checking if they exist."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise UsageError(f"{value!r} is not a list of paths")
-    return tuple(map(check_location, value))
+def check_locations(value: AnyPath | Sequence[AnyPath]) -> tuple[TreePath, ...]:
+    """Parse the path or URL of one or several checkpoints, without checking if they exist."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return tuple(map(check_location, value)) if is_list else (check_location(value),)
 
 
 check_new_location = partial(check_location, hint="pass the path of the output")

@@ -17,7 +17,7 @@ from ckptctl.conversion.conversion_options import (
 )
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.keywords import accept_keywords
-from ckptctl.option_checks import AnyPath, check_locations
+from ckptctl.option_checks import AnyPath, check_locations, check_new_location
 from ckptctl.options import Option
 from ckptctl.storage.publish import clean_up_if_refused
 from ckptctl.verbs import consolidate_metadata
@@ -129,26 +129,30 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
 
 
 @accept_keywords(AverageOptions, excluded=UNSUPPORTED_OPTIONS)
-def plan_average(sources: Sequence[AnyPath], dst: AnyPath, options: AverageOptions) -> AveragePlan:
+def plan_average(
+    sources: AnyPath | Sequence[AnyPath], dst: AnyPath, options: AverageOptions
+) -> AveragePlan:
     """Plan an average of checkpoints without writing anything.
 
     Args:
-        sources: Checkpoints of one model, oldest first, or only the folder of a run.
+        sources: Checkpoints of one model, oldest first, or the folder of a run.
         dst: Destination of the average.
         options: All other arguments.
 
     Raises:
         CkptError: The average would fail or would not be safe.
     """
-    return averaging.plan_average(check_locations(sources), dst, options)
+    return averaging.plan_average(check_locations(sources), check_new_location(dst), options)
 
 
 @accept_keywords(_Average, excluded=UNSUPPORTED_OPTIONS)
-def average(sources: Sequence[AnyPath], dst: AnyPath, options: _Average) -> ConversionResult:
+def average(
+    sources: AnyPath | Sequence[AnyPath], dst: AnyPath, options: _Average
+) -> ConversionResult:
     """Average checkpoints of one model and publish the result as *dst*.
 
     Args:
-        sources: Checkpoints of one model, oldest first, or only the folder of a run. They are never
+        sources: Checkpoints of one model, oldest first, or the folder of a run. They are never
             changed.
         dst: Destination. It must not exist, unless it is a checkpoint and ``overwrite=True``.
         options: All other arguments.
@@ -156,8 +160,9 @@ def average(sources: Sequence[AnyPath], dst: AnyPath, options: _Average) -> Conv
     Raises:
         CkptError: The average failed. Nothing was published, unless ``verify`` failed.
     """
+    sources, dst = check_locations(sources), check_new_location(dst)
     with clean_up_if_refused(dst):
-        plan = averaging.plan_average(check_locations(sources), dst, options)
+        plan = averaging.plan_average(sources, dst, options)
         plan.require_redundant_data()
     return conversion.run_conversion(plan.conversion, options.progress)
 

@@ -44,9 +44,9 @@ def average(
     """Average checkpoints of one model.
 
     Floating-point tensors are summed in fp64, in the order of the checkpoints, and rounded once.
-    Other tensors must be equal. Sources may have different formats and layouts; the last one
-    provides configuration and tokenizer. Optimizer state is skipped unless --only all is given,
-    which averages moments and takes step counters from the last checkpoint.
+    Other tensors must be equal. Sources may have different formats and layouts. The last one
+    provides configuration and tokenizer. Optimizer state is only written with --only all, which
+    averages moments and takes step counters from the last checkpoint.
     """
     from ckptctl.verbs.averages.averaging import plan_average
 

@@ -70,8 +70,7 @@ class AverageOptions(WriteOptions):
     ema: Annotated[
         float | None,
         Option(
-            "Exponential moving average: each checkpoint multiplies the weights of earlier ones by "
-            "DECAY.",
+            "Exponential moving average, e.g. 0.9.",
             metavar="DECAY",
             check=checks.check_fraction,
             excludes=(OptionConflict("schedule", WEIGHTS_CONFLICT),),
@@ -80,8 +79,7 @@ class AverageOptions(WriteOptions):
     schedule: Annotated[
         Schedule | None,
         Option(
-            "Weights with the effect of a learning rate decay (WSM): linear (equal weights), "
-            "cosine or 1-sqrt.",
+            "Emulated decay (WSM): linear, cosine or 1-sqrt.",
             metavar="SHAPE",
         ),
     ] = None

@@ -137,7 +137,7 @@ def _select_from_run(paths: Sequence[TreePath], options: AverageOptions) -> list
     if len(paths) != 1:
         raise UsageError(
             f"{format_option('--last')} and {format_option('--every')} apply to one run",
-            why=f"{len(paths):,} paths are given",
+            why=f"{pluralize(len(paths), 'path is', 'paths are')} given",
         )
     run = read_run(paths[0])
     if len(run.series) > 1:
