@@ -112,8 +112,9 @@ def check_location(value: str | TreePath, hint: str = PATH_HINT) -> TreePath:
 
 def check_locations(value: AnyPath | Sequence[AnyPath]) -> tuple[TreePath, ...]:
     """Parse the path or URL of one or several checkpoints, without checking if they exist."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return tuple(map(check_location, value)) if is_list else (check_location(value),)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(check_location(path) for path in value)
+    return (check_location(value),)
 
 
 check_new_location = partial(check_location, hint="pass the path of the output")

@@ -160,9 +160,9 @@ def average(
     Raises:
         CkptError: The average failed. Nothing was published, unless ``verify`` failed.
     """
-    sources, dst = check_locations(sources), check_new_location(dst)
-    with clean_up_if_refused(dst):
-        plan = averaging.plan_average(sources, dst, options)
+    paths, target = check_locations(sources), check_new_location(dst)
+    with clean_up_if_refused(target):
+        plan = averaging.plan_average(paths, target, options)
         plan.require_redundant_data()
     return conversion.run_conversion(plan.conversion, options.progress)
 

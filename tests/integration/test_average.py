@@ -210,7 +210,7 @@ def test_nan_is_refused_unless_allowed(tmp_path: Path, run: Path) -> None:
 
 
 def test_moments_are_averaged_and_counters_come_from_the_last(tmp_path: Path) -> None:
-    saved = []
+    saved: list[dict[str, Any]] = []
     for step in (10, 20):
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -52,7 +52,7 @@ class AverageOptions(WriteOptions):
     ] = None
     # Replaces the option that selects master or module weights, whose default applies.
     weights: Annotated[
-        Sequence[float] | None,  # type: ignore[assignment]
+        Sequence[float] | None,
         Option(
             "Weights of the checkpoints, in order, e.g. 1,1,2. They are divided by their sum.  "
             "[default: equal weights]",
@@ -66,7 +66,7 @@ class AverageOptions(WriteOptions):
                 OptionConflict("schedule", WEIGHTS_CONFLICT),
             ),
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
     ema: Annotated[
         float | None,
         Option(
