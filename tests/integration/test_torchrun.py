@@ -54,12 +54,14 @@ def launch(
     return subprocess.CompletedProcess(command, child.returncode, output, errors)
 
 
-def run_job(folder: Path, ranks: int, **job: Any) -> tuple[list[list[dict[str, Any]]], str]:
+def run_job(
+    folder: Path, ranks: int, *, timeout: float = 150, **job: Any
+) -> tuple[list[list[dict[str, Any]]], str]:
     """Return what came out on every rank, and what all of them printed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.json"
     path.write_text(json.dumps({**job, "report": str(folder / "report")}))
-    done = launch(["-m", JOB, str(path)], ranks, folder)
+    done = launch(["-m", JOB, str(path)], ranks, folder, timeout)
     reports = [folder / f"report.{rank}" for rank in range(ranks)]
     found = [json.loads(one.read_text()) if one.exists() else [] for one in reports]
     return found, done.stdout + done.stderr
@@ -217,6 +219,37 @@ def test_overflow_counts_are_summed_over_ranks(tmp_path: Path) -> None:
     found, printed = run_job(tmp_path / "done", 2, commands=[[*convert, "--allow-overflow"]])
     assert [results[0]["code"] for results in found] == [0, 0], printed
     assert "`large`: 900,000 infinite" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of packages that transformers imports
+def test_missing_tensor_of_reference_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Every rank plans a conversion for itself; rank 0 verifies the model for all of them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=16, vocab_size=50)
+    complete, lossy, out, old = (tmp_path / name for name in ("complete", "lossy", "out", "old"))
+    transformers.OPTForCausalLM(config).save_pretrained(complete)
+    state = load_any_reference(complete)
+    lost = "model.decoder.layers.1.fc1.bias"
+    save_hf(lossy, {name: value for name, value in state.items() if name != lost})
+    shutil.copy(complete / "config.json", lossy)
+    shutil.copytree(complete, old)
+    before = contents(old)
+    reference = ["--reference", "transformers"]
+    asked = [
+        ["convert", str(complete), str(out), "--to", "dcp", *reference],
+        ["convert", str(lossy), str(old), "--to", "dcp", "--overwrite", *reference],
+        ["verify", str(lossy), *reference],
+    ]
+    found, printed = run_job(tmp_path / "job", 2, timeout=600, commands=asked)
+    for results in found:
+        assert [one["code"] for one in results] == [0, 4, 4], printed
+    assert [[one["compared"] for one in results] for results in found] == [[1, 1, 1], [1, 1, 0]]
+    assert printed.count(f"`OPTForCausalLM` requires `{lost}`") == 1, printed
+    assert not differences(load_any_reference(out), state)
+    assert contents(old) == before
+    assert not get_staging_directory(old).exists()
 
 
 @pytest.mark.slow

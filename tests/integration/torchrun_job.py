@@ -6,7 +6,8 @@
     more       further arguments of all commands, by rank
     faults     of {"rank", "kind": "kill" | "full" | "wait", "after": writes}; what waits goes on
                once there is something at the path "until", and it is time to look for it
-    report     where each rank writes what came out: ``REPORT.RANK``
+    report     where each rank writes what came out: ``REPORT.RANK``. It counts comparisons with
+               transformers
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(path: str) -> int:
     rank = os.environ.get("RANK", "0")
     report = Path(f"{job['report']}.{rank}")
     counts = count_reads()
+    compared = count_comparisons()
     writes: list[int] = []
     for fault in job.get("faults", ()):
         if fault["rank"] == int(rank):
@@ -40,11 +42,11 @@ def main(path: str) -> int:
     results: list[dict[str, Any]] = []
     code = 0
     for command in job["commands"]:
-        before, begun = sum(counts), len(writes)
+        before, begun, first = sum(counts), len(writes), len(compared)
         arguments = [*command, *job.get("more", {}).get(rank, [])]
         code = app(arguments, prog_name="ckptctl", standalone_mode=False) or 0
         done = {"read": sum(counts) - before, "written": len(writes) - begun}
-        results.append({"code": code, **done})
+        results.append({"code": code, **done, "compared": len(compared) - first})
         report.write_text(json.dumps(results))
     return code
 
@@ -64,6 +66,21 @@ def count_reads() -> list[int]:
     os.preadv = counting(os.preadv, int)
     os.pread = counting(os.pread, len)
     return counts
+
+
+def count_comparisons() -> list[str]:
+    """Return a list to which every comparison with transformers adds the model type."""
+    from ckptctl.references import transformers
+
+    compared: list[str] = []
+    real = transformers.compare_with_transformers
+
+    def compare(config: Any, shapes: Any) -> Any:
+        compared.append(config["model_type"])
+        return real(config, shapes)
+
+    transformers.compare_with_transformers = compare
+    return compared
 
 
 def make_fault(writes: list[int], rank: int, kind: str, after: int, until: str = "") -> None:
