@@ -160,8 +160,11 @@ class Recipe(NamedTuple):
         return self.experts and "experimental_attention_variant" not in self.options
 
 
-def tiny(name: str) -> PretrainedConfig:
-    """Return transformers' configuration of *name* with sizes that do not divide each other."""
+def tiny(name: str, **sizes: int) -> PretrainedConfig:
+    """Return transformers' configuration of *name* with sizes that do not divide each other.
+
+    *sizes* replace some of these.
+    """
     config = TINY[name]()
     given = config.to_dict()
     changes = dict(SIZES) | dict(CHANGES.get(family_of(name), {}))
@@ -176,7 +179,7 @@ def tiny(name: str) -> PretrainedConfig:
     ):
         given.pop("mlp_layer_types", None)
         given.pop("moe_layer_types", None)
-    return type(config)(**given | changes)
+    return type(config)(**given | changes | sizes)
 
 
 def padded(vocabulary: int, tensor: int) -> int:
@@ -185,9 +188,9 @@ def padded(vocabulary: int, tensor: int) -> int:
     return -(-vocabulary // unit) * unit
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str, **sizes: int) -> Recipe:
     """Return what Megatron-Core needs for the model of :func:`tiny`."""
-    config = tiny(name)
+    config = tiny(name, **sizes)
     options = _common(config)
     special = SPECIAL.get(family_of(name))
     extra: dict[str, Any] = {}

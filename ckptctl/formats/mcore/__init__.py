@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-
 from ckptctl.catalog import Catalog
-from ckptctl.errors import quote_names
 from ckptctl.formats.base import (
     DEFAULT_READ_OPTIONS,
     Listing,
@@ -30,12 +27,13 @@ from ckptctl.formats.mcore.mcore_files import (
     find_wrapped_checkpoint,
 )
 from ckptctl.formats.megatron.megatron_folder import POINTER_FILE
-from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.tags import is_run_folder
 from ckptctl.tree import TreePath
 
 FUSED_LAYER = ".linear_fc1.weight"
 """Suffix of Megatron-Core's fused gate and up weight, which Megatron-FSDP saves as two tensors."""
+FSDP_SETTINGS = "optimizer.param_to_group_meta."
+"""Prefix of the settings of each parameter in Megatron-FSDP's optimizer state."""
 
 
 class McoreFormat(ItemFormat, WritableFormat):
@@ -110,21 +108,16 @@ class McoreFormat(ItemFormat, WritableFormat):
         return read_catalog(path, options, self.name)
 
     def refine(self, catalog: Catalog, options: ReadOptions) -> Catalog:
-        """Join the gate and up tensors that Megatron-FSDP saves separately in DCP checkpoints."""
-        if not any(FUSED_LAYER in name for name in catalog.tensors):
-            return catalog
-        from ckptctl.formats.mcore.joining import join_canonical  # few checkpoints need this
-        from ckptctl.formats.mcore.spelling import find_parameter_name, is_fsdp_checkpoint
+        """Join the tensors that Megatron-FSDP saves in parts in DCP checkpoints.
 
-        if not is_fsdp_checkpoint(catalog.tensors):
+        Its optimizer state gets the names of Megatron-Core's distributed optimizer.
+        """
+        has_optimizer = any(name.startswith(FSDP_SETTINGS) for name in catalog.blobs)
+        if not has_optimizer and not any(FUSED_LAYER in name for name in catalog.tensors):
             return catalog
-        faults = FaultCollector(catalog.root, options.partial, list(catalog.findings))
-        joined_catalog = join_canonical(catalog, faults, {})
-        new = quote_names([name for name in joined_catalog.tensors if name not in catalog.tensors])
-        notes = [f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"]
-        if settings := [name for name in catalog.blobs if find_parameter_name(name)]:
-            notes.append(f"settings of parts keep their names: {quote_names(settings)}")
-        return replace(joined_catalog, notes=(*joined_catalog.notes, *notes))
+        from ckptctl.formats.mcore.fsdp import refine_catalog  # few checkpoints need this
+
+        return refine_catalog(catalog, options)
 
     def map_merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
         """See :meth:`Format.map_merged_parameters`."""

@@ -66,6 +66,7 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
 from ckptctl.formats.dcp.metadata_writer import encode_metadata
 from ckptctl.formats.mcore.factors import list_exchanged_factors
+from ckptctl.formats.mcore.fsdp import build_parameter_groups
 from ckptctl.formats.mcore.layers import LayerStorage, build_stacked_storage
 from ckptctl.formats.mcore.mcore_files import (
     COMMON,
@@ -388,6 +389,7 @@ def separate_training_state(
         why = "mcore can only store it together with an optimizer state"
         notes.explain("skipped", {blob.name: why for blob in leaves})
         return McoreTrainingState(tuple(objects), (), {})
+    leaves = build_parameter_groups(leaves, [tensor.name for tensor in tensors])
     common_tensors = tuple(tensor for tensor in tensors if _is_common_tensor(tensor))
     model_names = {tensor.name for tensor in tensors if not is_optimizer_state(tensor.name)}
     for tensor in tensors:
