@@ -28,7 +28,14 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, WritableFormat
+from ckptctl.formats.base import (
+    DEFAULT_READ_OPTIONS,
+    Format,
+    Listing,
+    ReadOptions,
+    RecordedFacts,
+    WritableFormat,
+)
 from ckptctl.formats.shared.findings import downgrade_unproven_findings, finding_from_error
 from ckptctl.storage.paths import build_path_hint, expand_home, resolve_source_path
 from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
@@ -323,6 +330,13 @@ def map_merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, s
         if catalog.format in (candidate.name, *candidate.specializes):
             parameter_by_name |= candidate.map_merged_parameters(names)
     return parameter_by_name
+
+
+def parse_recorded_facts(catalog: Catalog) -> RecordedFacts | None:
+    """Parse the model facts that a trainer recorded, or return None if it recorded none."""
+    facts = get_format(catalog.format).parse_recorded_facts(catalog)
+    special = (f for f in load_builtin_formats().values() if catalog.format in f.specializes)
+    return facts or next(filter(None, (f.parse_recorded_facts(catalog) for f in special)), None)
 
 
 def resolve_codecs(catalog: Catalog) -> Catalog:

@@ -55,9 +55,18 @@ def save(
 
 
 def resume(
-    rank: int, world: int, out: Path, recipe: Recipe, ranks: Ranks, names: list[str]
+    rank: int,
+    world: int,
+    out: Path,
+    recipe: Recipe,
+    ranks: Ranks,
+    names: list[str],
+    expert_scale: float = 1.0,
 ) -> None:
-    """Load each run in *names* into a model of other values, and train two steps."""
+    """Load each run in *names* into a model of other values, and train two steps.
+
+    Gradients of divided experts are multiplied by *expert_scale*.
+    """
     for name in names:
         model, optimizer = _made(recipe, ranks, seed=4)
         step(model, optimizer)
@@ -74,7 +83,7 @@ def resume(
         for part in optimizer.chained_optimizers:
             for moments in part.optimizer.state.values():
                 moments["step"] = moments["step"].clone()  # or all parameters count in one tensor
-        losses = [step(model, optimizer) for _ in range(2)]
+        losses = [step(model, optimizer, expert_scale) for _ in range(2)]
         if rank == 0:
             torch.save(losses, out / f"losses-{name}-resumed-{ranks}.pt")
 
@@ -96,7 +105,7 @@ def _made(recipe: Recipe, ranks: Ranks, seed: int) -> tuple[Any, Any]:
     return wrapped, optimizer
 
 
-def step(model: Any, optimizer: Any) -> float:
+def step(model: Any, optimizer: Any, expert_scale: float = 1.0) -> float:
     """Train a step, and return its loss."""
     ids = tokens()
     model.zero_grad_buffer()
@@ -109,6 +118,8 @@ def step(model: Any, optimizer: Any) -> float:
         if parameter.grad is not None:
             parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
+        if not getattr(parameter, "allreduce", True):
+            parameter.main_grad.mul_(expert_scale)
         if "q_layernorm" in name or "k_layernorm" in name:  # each rank has other heads
             dist.all_reduce(
                 parameter.main_grad, group=parallel_state.get_tensor_model_parallel_group()

@@ -5,6 +5,7 @@ Only ranks import this module. What stands in for CUDA holds no parameters.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -26,8 +27,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.oracle.mcore_build import build
-from tests.oracle.mcore_models import PADDED, VOCABULARY, Ranks, Recipe
-from tests.oracle.mcore_optimizer_ranks import _without_cuda
+from tests.oracle.mcore_models import VOCABULARY, Ranks, Recipe
+from tests.oracle.mcore_optimizer_ranks import _plain, _without_cuda
+from tests.oracle.mcore_ranks import arguments
 from tests.oracle.models import tokens
 
 
@@ -72,8 +74,7 @@ def _without_streams() -> None:
     torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore
     torch.cuda.current_stream = _Stream  # type: ignore
     torch.cuda.stream = lambda *_: nullcontext()  # type: ignore
-    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore
-    torch.cuda.set_rng_state = torch.set_rng_state  # type: ignore
+    FullyShardedDataParallel.sync_rng_states_across_tp_group = lambda self: None
 
 
 def save(rank: int, world: int, out: Path, recipe: Recipe, ranks: Ranks, run: str) -> None:
@@ -83,10 +84,8 @@ def save(rank: int, world: int, out: Path, recipe: Recipe, ranks: Ranks, run: st
     _without_cuda()
     _without_streams()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape))
-            if name in PADDED:
-                parameter[VOCABULARY:] = 0
     model.config.calculate_per_token_loss = True  # or gloo would have to scale gradients
     wrapped = FullyShardedDataParallel(
         model.config,
@@ -102,8 +101,13 @@ def save(rank: int, world: int, out: Path, recipe: Recipe, ranks: Ranks, run: st
     optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
     for _ in range(2):
         _step(wrapped, optimizer)
-    content = {"checkpoint_version": 3.0, "iteration": 10, **_make_state(wrapped.module, optimizer)}
-    content["opt_param_scheduler"] = {"max_lr": 0.001, "num_steps": 80}
+    content = {
+        "args": Namespace(**_plain(arguments(recipe, ranks)), consumed_train_samples=80),
+        "checkpoint_version": 3.0,
+        "iteration": 10,
+        **_make_state(wrapped.module, optimizer),
+        "opt_param_scheduler": {"max_lr": 0.001, "num_steps": 80},
+    }
     dcp.save(content, checkpoint_id=out / run)
     losses = [_step(wrapped, optimizer) for _ in range(2)]
     if rank == 0:

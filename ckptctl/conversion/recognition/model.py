@@ -217,7 +217,7 @@ class Model:
 
     def has_stated_padding(self, rows: int, size: int) -> bool:
         """Check if recorded facts confirm that a vocabulary of *size* was padded to *rows* rows."""
-        records = formats.get_format(self.catalog.format).parse_recorded_facts(self.catalog)
+        records = formats.parse_recorded_facts(self.catalog)
         return records is not None and records.confirms_padding(rows, size)
 
     def without_model_type(self, layout: str | None) -> Model:
@@ -263,7 +263,7 @@ def recognize_model(
     model_type, layout, root = request.model_type, request.layout, request.root
     if layout is not None and not is_base_layout(layout):
         require_choice(layout, "layout", families.list_layouts(families_by_name.values()))
-    recorded_facts = formats.get_format(catalog.format).parse_recorded_facts(catalog)
+    recorded_facts = formats.parse_recorded_facts(catalog)
     facts_for_detection = None if config or params or model_type else recorded_facts
     prefixes = [parse_root(catalog, root)] if root is not None else list_possible_roots(catalog)
     container_roots = list_container_prefixes(catalog)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import (
     DEFAULT_READ_OPTIONS,
@@ -69,7 +70,8 @@ class McoreFormat(ItemFormat, WritableFormat):
         "(tests/oracle/test_mcore_written.py); writing: its distributed optimizer loads the "
         "optimizer state (tests/oracle/test_mcore_optimizer.py); reading: Megatron-Core 0.19 "
         "trains on from optimizer state that it saved by ranges "
-        "(tests/oracle/test_mcore_buckets.py); adapters: modules of "
+        "(tests/oracle/test_mcore_buckets.py), and from that of Megatron-FSDP "
+        "(tests/oracle/test_mcore_fsdp.py); adapters: modules of "
         "Megatron-Bridge 0.3 compute the same logits as PEFT "
         "(tests/oracle/test_mcore_adapters.py)"
     )

@@ -30,14 +30,17 @@ from typing import cast
 
 from ckptctl.catalog import Blob, Catalog, Index, Path, TensorEntry
 from ckptctl.errors import RefusedError, UnsupportedError, format_option, quote_names
+from ckptctl.facts import MEGATRON
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.locating import locate_elements
 from ckptctl.formats.mcore.buckets import FULLY_RESHARDABLE, MASTER, SHARDING_TYPE_KEYS
 from ckptctl.formats.mcore.joining import join_canonical
+from ckptctl.formats.mcore.mcore_reader import ARGUMENTS, extract_trainer_arguments
 from ckptctl.formats.mcore.spelling import find_parameter_name, is_fsdp_checkpoint
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector
 from ckptctl.formats.shared.leaves import build_nested_object, join_path
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, read_archive
 
 OPTIMIZER, SETTINGS = "optimizer", "param_to_group_meta"
 SETTINGS_PREFIX = f"{OPTIMIZER}.{SETTINGS}."
@@ -59,9 +62,14 @@ def refine_catalog(catalog: Catalog, options: ReadOptions) -> Catalog:
     if any(name.startswith(SETTINGS_PREFIX) for name in catalog.blobs):
         with source_files(catalog.root) as files:
             try:
+                arguments = _read_arguments(catalog.blobs, files)
                 catalog, is_renamed = rename_states(catalog, files), True
             except UNUSABLE_ERRORS as error:
                 faults.add_or_raise(error)
+        if is_renamed:
+            catalog = _mark_divided_experts(catalog, arguments)
+            records = {MEGATRON: {ARGUMENTS: arguments}} if arguments else {}
+            catalog = replace(catalog, extensions={**catalog.extensions, **records})
     if is_fsdp_checkpoint(catalog.tensors):
         catalog = _join_parts(catalog, faults)
     else:
@@ -126,9 +134,43 @@ def rename_states(catalog: Catalog, files: SourceFiles) -> Catalog:
     return replace(catalog, tensors=tensors, lost=lost, blobs=blobs)
 
 
-def _read_steps(
-    files: SourceFiles, entries: Mapping[str, TensorEntry]
-) -> dict[str, int | float]:
+def _read_arguments(blobs: Mapping[str, Blob], files: SourceFiles) -> dict[str, object]:
+    """Read Megatron's arguments, or return an empty dictionary if they were not saved."""
+    blob = blobs.get(ARGUMENTS)
+    if blob is None or blob.file is None or blob.extension:
+        return {}
+    archive = read_archive(
+        files,
+        blob.file,
+        blob.offset,
+        blob.nbytes,
+        unknown="inert",
+        table=TABLE_WITH_UNREAD_TENSORS,
+    )
+    return extract_trainer_arguments({ARGUMENTS: replace(blob, value=archive.root)})
+
+
+def _mark_divided_experts(catalog: Catalog, arguments: Mapping[str, object]) -> Catalog:
+    """State in the settings of experts that ranks divide them, if *arguments* state so.
+
+    Megatron-FSDP has one optimizer for all parameters, and does not record it there.
+    """
+    tensor = arguments.get("tensor_model_parallel_size")
+    experts = arguments.get("expert_model_parallel_size")
+    expert_tensor = arguments.get("expert_tensor_parallel_size")
+    if experts in (None, 1) and expert_tensor in (None, tensor):
+        return catalog
+    marked = {
+        name: Blob(name, blob.path, value=True)
+        for name, blob in catalog.blobs.items()
+        if name.startswith(SETTINGS_PREFIX)
+        and ".mlp.experts." in name
+        and blob.path[-1] == "is_expert_parallel"
+    }
+    return replace(catalog, blobs={**catalog.blobs, **marked})
+
+
+def _read_steps(files: SourceFiles, entries: Mapping[str, TensorEntry]) -> dict[str, int | float]:
     """Read the numbers of steps, which are tensors with one element."""
     values: dict[str, int | float] = {}
     for name, entry in locate_elements(files, entries).items():
