@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -24,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import fsdp_dtensor_checkpoint as fsdp_checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.oracle.mcore_build import build
@@ -108,7 +108,7 @@ def save(rank: int, world: int, out: Path, recipe: Recipe, ranks: Ranks, run: st
         **_make_state(wrapped.module, optimizer),
         "opt_param_scheduler": {"max_lr": 0.001, "num_steps": 80},
     }
-    dcp.save(content, checkpoint_id=out / run)
+    save_dcp(content, checkpoint_id=out / run)
     losses = [_step(wrapped, optimizer) for _ in range(2)]
     if rank == 0:
         torch.save(losses, out / f"losses-{run}.pt")

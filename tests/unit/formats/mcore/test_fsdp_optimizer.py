@@ -104,7 +104,8 @@ def test_moments_and_settings_become_those_of_distributed_optimizer(
     name: str, counts: str, by_way_of_hf: bool, tmp_path: Path
 ) -> None:
     expected = write_run(tmp_path / "iter_0000010", name, counts=counts)
-    source, asked = tmp_path / "iter_0000010", {"only": "all", "model_type": name}
+    source = tmp_path / "iter_0000010"
+    asked: dict[str, Any] = {"only": "all", "model_type": name}
     if by_way_of_hf:
         ckptctl.convert(source, tmp_path / "hf", to="dcp", to_layout="hf", **asked)
         source = tmp_path / "hf"
