@@ -10,6 +10,7 @@ _DEFAULT_PROGRAMS = {
     "torchtune": "torchtune 0.6.1",
     "torchtitan@0.3": "torchtitan 0.3.0",
     "torchtitan@0.2": "torchtitan 0.2.2",
+    "llm-compressor": "llm-compressor 0.14.0",
     "mlx": "mlx-lm 0.32.2",
     "gguf": f"{TRANSFORMERS}, from GGUF",
     "meta": "llama-models 0.3.0",

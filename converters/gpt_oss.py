@@ -6,7 +6,9 @@ Sources: transformers' ``modeling_gpt_oss.py`` and ``convert_gpt_oss_weights_to_
 rotate halves and interleave the rows of gate and up. Only Hugging Face's unquantized experts are
 transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
 layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``), the gate of an
-expert precedes its up. mlx-lm's ``gpt_oss.py`` has gate and up in two tensors.
+expert precedes its up. mlx-lm's ``gpt_oss.py`` has gate and up in two tensors. llm-compressor's
+``modeling/moe/gpt_oss.py`` has a linear layer for each projection of each expert, which is what
+compressed-tensors can store.
 """
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
@@ -88,24 +90,46 @@ w2_scales   -
 w2_bias     down_proj.bias
 """
 
+LLM_COMPRESSOR = """
+logical     llm-compressor: model.layers.{i}.mlp.experts.
+w13         {x}.{c=gate_proj|up_proj}.weight f d
+w13_blocks  -
+w13_scales  -
+w13_bias    {x}.{c=gate_proj|up_proj}.bias f
+w2          {x}.down_proj.weight d f
+w2_blocks   -
+w2_scales   -
+w2_bias     {x}.down_proj.bias d
+"""
+
 BALANCE = "torchtitan's own bias for balancing experts, which gpt-oss does not have"
 
 FAMILY = Family(
     name="gpt_oss",
     title="gpt-oss 20B, 120B",
-    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"),
+    layouts=(
+        "hf",
+        "llm-compressor",
+        "openai",
+        "torchtitan@0.2",
+        "torchtitan@0.3",
+        "mlx",
+        "mcore",
+        "mcore-local",
+    ),
     tables=(
         BEFORE,
         LAYER,
         AFTER,
         TITAN_02,
+        LLM_COMPRESSOR,
         MLX,
         *qwen2_moe.MCORE_ENDS,
         qwen2.MCORE_ATTENTION,
         MCORE,
         mixtral.MCORE_LOCAL,
     ),
-    like={"mcore-local": "mcore"},
+    like={"llm-compressor": "hf", "mcore-local": "mcore"},
     architecture="GptOssForCausalLM",
     drops=(
         Drop(
@@ -132,7 +156,14 @@ FAMILY = Family(
     quantized=("mxfp4",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
     proofs=_proofs.get_proofs(
-        "hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"
+        "hf",
+        "llm-compressor",
+        "openai",
+        "torchtitan@0.2",
+        "torchtitan@0.3",
+        "mlx",
+        "mcore",
+        "mcore-local",
     ),
     config_signs=({"model_type": "gpt_oss"},),
     megatron=_megatron.GPT_OSS,

@@ -11,6 +11,7 @@ import torch
 from tests.oracle.hf_models import State
 from tests.oracle.peers import (
     deepseek,
+    llm_compressor,
     meta,
     mistral,
     mlx,
@@ -57,6 +58,7 @@ PEERS: tuple[Peer, ...] = (
     olmo_core,
     mlx,
     mlx_vlm,
+    llm_compressor,
 )
 
 
