@@ -257,10 +257,10 @@ class ConversionOptions(WriteOptions, _TargetFormatOptions):
     """Options of a conversion (``ckptctl convert --help``)."""
 
     repack: Annotated[
-        Literal["compressed-tensors"] | None,
+        Literal["compressed-tensors", "mxfp4"] | None,
         Option(
-            "Store quantized weights (AWQ, GPTQ, ModelOpt NVFP4) in another format without "
-            "requantizing: compressed-tensors.",
+            "Store quantized weights (AWQ, GPTQ, ModelOpt, MXFP4) in another format without "
+            "requantizing: compressed-tensors, or mxfp4 for gpt-oss.",
             metavar="FORMAT",
             panel="Format and model",
             excludes=(

@@ -89,6 +89,7 @@ BUILT_IN = (
         _defer_import("adapters.expert_adapters:drop_model_type"),
         "experts=stacked",
     ),
+    Step("experts-apart", "model", 10, _defer_import("numerics.repacking:choose_layout"), "repack"),
     Step("fill", "model", 20, _defer_import("adapters.filling:fill_from_base"), "fill_from"),
     Step(
         "compare-facts", "selection", 10, _defer_import("facts.config_files:compare_descriptions")

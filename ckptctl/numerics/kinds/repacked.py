@@ -13,6 +13,9 @@ words]`` of columns as words of rows, ``[words, groups]``. The arguments of thes
 
 ``reciprocal``: the inverse of a float32, as in compressed-tensors' ``ModelOptNvfp4Converter``.
 
+``checked_powers``: E8M0 scales as uint8, none of which may be 255. It is NaN in OCP Microscaling
+Formats v1.0, 2 to the power of 128 in transformers, and infinite in compressed-tensors.
+
 Sources: ``AutoAWQConverter`` in ``entrypoints/convert/converters/autoawq.py`` and ``pack_to_int32``
 of compressed-tensors 0.20.
 """
@@ -37,6 +40,7 @@ from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle
 if TYPE_CHECKING:
     import torch
 
+E8M0_NAN = 255
 CHUNK_BYTES = 4 << 20
 """Size in bytes of the chunks in which a matrix is transposed."""
 
@@ -166,10 +170,26 @@ def _write_reciprocal(out: OutputRectangle) -> None:
     out.write(1 / value.read_all())
 
 
+def _copy_powers(out: OutputRectangle) -> None:
+    import torch
+
+    (scales,) = out.inputs
+    powers = scales.read(out.rows, out.columns).view(torch.uint8)
+    if bool((powers == E8M0_NAN).any()):
+        raise UnsupportedError(
+            f"`{scales.entry.name}` contains the scale {E8M0_NAN}",
+            where=scales.entry.name,
+            why="formats disagree on its value, which is NaN, infinite or 2 to the power of 128",
+            hint=f"use {format_option('--dequantize')} instead of {format_option('--repack')}",
+        )
+    out.elements.copy_(powers)
+
+
 KINDS = {
     "repacked_gptq": Kind(_repack_gptq, host_only=True),
     "repacked_awq": Kind(_repack_awq, host_only=True),
     "repacked_scales": Kind(_repack_scales, host_only=True),
     "repacked_zeros": Kind(_repack_zeros, host_only=True),
     "reciprocal": Kind(_write_reciprocal, host_only=True),
+    "checked_powers": Kind(_copy_powers, host_only=True),
 }

@@ -131,7 +131,7 @@ def build_weight_settings(
 
 
 def make_config_builder(
-    layout: str, weights: Json, inputs: Json | None = None
+    layout: str, weights: Json, inputs: Json | None = None, cache: Json | None = None
 ) -> Callable[[Sequence[str]], dict[str, object]]:
     """Return a function that builds a compressed-tensors config for linear layers.
 
@@ -139,6 +139,7 @@ def make_config_builder(
         layout: Name of the storage format in compressed-tensors.
         weights: Quantization settings of the weights.
         inputs: Quantization settings of the activations, or None if they are not quantized.
+        cache: Quantization settings of the KV cache, or None if it is not quantized.
     """
 
     def build_config(ignored: Sequence[str]) -> dict[str, object]:
@@ -156,7 +157,7 @@ def make_config_builder(
             "quantization_status": "compressed",
             "config_groups": {"group_0": group_settings},
             "ignore": list(ignored),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if cache is None else dict(cache),
             "global_compression_ratio": None,
             "transform_config": {},
         }

@@ -1,4 +1,4 @@
-"""llm-compressor 0.14: transformers' models with a linear layer for each projection of an expert."""
+"""llm-compressor: models of transformers with a linear layer for each projection of an expert."""
 
 from __future__ import annotations
 
