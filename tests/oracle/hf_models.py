@@ -6,11 +6,13 @@ They are built from the configurations in :mod:`tests.oracle.tiny`. The layout `
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.llama4 import modeling_llama4
 
 from tests.oracle.models import tokens
@@ -28,6 +30,11 @@ CLASSES = {
 }
 ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.", "vision_tower.")
 """Parts of models with zero-centred norms whose own norms multiply with the weight."""
+UNCONVERTED = [
+    *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+    *("model.embed_tokens", "lm_head"),
+]
+"""Modules of gpt-oss that are not in MXFP4, as its ``config.json`` states them."""
 BOUNDS = ("put_min", "put_max")
 """What the names of the numbers end with that a layer clips to."""
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -112,6 +119,28 @@ def _random(
 def save(model: Any, folder: Path) -> Path:
     """Write the layout ``hf``: safetensors and ``config.json``."""
     model.save_pretrained(folder)
+    return folder
+
+
+def save_with_mxfp4_experts(model: Any, parent: Path) -> Path:
+    """Write gpt-oss as OpenAI publishes it, with random experts in MXFP4, to the folder ``hf``."""
+    folder = save(model, parent / "hf")
+    state = {
+        name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()
+    }
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        generator = torch.Generator().manual_seed(len(state))
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator)
+        state |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": UNCONVERTED},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

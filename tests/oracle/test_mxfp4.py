@@ -23,7 +23,6 @@ from tests.oracle import hf_models
 from tests.oracle.peers import openai
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 @pytest.fixture
@@ -31,24 +30,7 @@ def published(tmp_path: Path) -> Path:
     """Return a folder as OpenAI has it on the Hub: bf16, experts as blocks and scales."""
     if "gpt_oss" not in families.list_model_types():
         pytest.skip("no model type `gpt_oss`")
-    folder = hf_models.save(hf_models.random_model(TINY["gpt_oss"]()), tmp_path / "hf")
-    state = {
-        name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()
-    }
-    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = state.pop(name).shape
-        generator = torch.Generator().manual_seed(len(state))
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
-        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator)
-        state |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return hf_models.save_with_mxfp4_experts(hf_models.random_model(TINY["gpt_oss"]()), tmp_path)
 
 
 def transformers_says(folder: Path) -> torch.Tensor:
