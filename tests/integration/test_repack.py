@@ -19,6 +19,7 @@ from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 from tests.integration.test_schemes import State, fp4, fp8_channels, kimi, mxfp8, nf4, saved, words
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+QUANTIZATION = "quantization_config"
 Source = tuple[State, dict[str, Any]]
 
 
@@ -75,6 +76,58 @@ def modelopt(name: str = "a", *, activations: bool = False) -> Source:
     if activations:
         state[f"{name}.input_scale"] = torch.tensor(0.0117)
     return state, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def modelopt_fp8(name: str = "a", *, per_row: bool = False, activations: bool = True) -> Source:
+    weight = (torch.randn(24, 40) * 9).to(torch.float8_e4m3fn)
+    scale = torch.rand(24) if per_row else torch.tensor(0.0123)
+    state = {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+    if activations:
+        state[f"{name}.input_scale"] = torch.tensor(0.0117)
+    algorithm = "FP8_PER_CHANNEL_PER_TOKEN" if per_row else "FP8"
+    return state, {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def gpt_oss(scale: int = 120) -> tuple[State, dict[str, Any]]:
+    """Return gpt-oss as it is published, with one layer of three experts and no usual sizes."""
+    width, inner, vocabulary, layer = 64, 96, 24, "model.layers.0."
+    rows = {"self_attn.q_proj": 64, "self_attn.k_proj": 32, "self_attn.v_proj": 32}
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary, width),
+        **{f"{layer}{name}.weight": (count, width) for name, count in rows.items()},
+        **{f"{layer}{name}.bias": (count,) for name, count in rows.items()},
+        f"{layer}self_attn.o_proj.weight": (width, 64),
+        f"{layer}self_attn.o_proj.bias": (width,),
+        f"{layer}self_attn.sinks": (4,),
+        f"{layer}input_layernorm.weight": (width,),
+        f"{layer}post_attention_layernorm.weight": (width,),
+        f"{layer}mlp.router.weight": (3, width),
+        f"{layer}mlp.router.bias": (3,),
+        f"{layer}mlp.experts.gate_up_proj_bias": (3, 2 * inner),
+        f"{layer}mlp.experts.down_proj_bias": (3, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (vocabulary, width),
+    }
+    state = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    for name, height, columns in (("gate_up", 2 * inner, width), ("down", width, inner)):
+        stem = f"{layer}mlp.experts.{name}_proj"
+        blocks = torch.randint(0, 256, (3, height, columns // 32, 16), dtype=torch.uint8)
+        state[f"{stem}_blocks"] = blocks
+        state[f"{stem}_scales"] = torch.randint(scale, scale + 4, blocks.shape[:3]).byte()
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 1,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        QUANTIZATION: {"quant_method": "mxfp4"},
+    }
+    return state, config | sizes
 
 
 def repacked(source: Path, out: Path, **options: Any) -> State:
@@ -185,6 +238,166 @@ def test_single_groups_share_the_configuration_of_others(tmp_path: Path, group: 
         for folder in (tmp_path / "out", source)
     )
     assert all(found[key].equal(value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_repacked_gpt_oss_keeps_bytes_and_scales(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of gate and up alternate; those of llm-compressor are apart, in a tensor per expert."""
+    state, config = gpt_oss()
+    source = save_hf(tmp_path / "source", state, config)
+    if to == "dcp":
+        ckptctl.convert(source, tmp_path / "dcp", to="dcp")
+        source = tmp_path / "dcp"
+    monkeypatch.setattr(computed, "RECTANGLE_BYTES", 96)
+    assets = {"assets": tmp_path / "source"} if to == "dcp" else {}
+    options: Any = {"to": "hf", "repack": "compressed-tensors", "verify": True, **assets}
+    result = ckptctl.convert(source, tmp_path / "out", **options)
+    found = load_any_reference(tmp_path / "out")
+    experts, left = "model.layers.0.mlp.experts", dict(found)
+    for kind, ending in (("blocks", "weight_packed"), ("scales", "weight_scale"), ("bias", "bias")):
+        for number in range(3):
+            rows = {"down_proj": state[f"{experts}.down_proj_{kind}"][number]}
+            for place, name in enumerate(("gate_proj", "up_proj")):
+                rows[name] = state[f"{experts}.gate_up_proj_{kind}"][number, place::2]
+            for name, value in rows.items():
+                expected = value.flatten(1) if kind == "blocks" else value
+                assert left.pop(f"{experts}.{number}.{name}.{ending}").equal(expected)
+    assert all(state[name].equal(value) for name, value in left.items())
+    assert len(left) == len(state) - 6
+    assert len(result.plan.repacked) == 9 and not result.rounding
+    assert settings(tmp_path / "out")["format"] == "mxfp4-pack-quantized"
+    assert "model.layers.0.mlp.router" in settings(tmp_path / "out")["ignore"]
+    summary = ckptctl.inspect(tmp_path / "out")
+    assert (summary.model_type, summary.layout) == ("gpt_oss", "llm-compressor")
+    assert ckptctl.verify(tmp_path / "out").complete
+    ckptctl.convert(tmp_path / "out", tmp_path / "back", to="hf", repack="mxfp4", verify=True)
+    back = load_any_reference(tmp_path / "back")
+    assert back.keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in back.items())
+    said = settings(tmp_path / "back")
+    assert said["quant_method"] == "mxfp4" and "lm_head" in said["modules_to_not_convert"]
+    assert ckptctl.verify(tmp_path / "back").complete
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_packed", "bias"])
+def test_missing_tensor_of_a_repacked_expert_is_noticed(tmp_path: Path, part: str) -> None:
+    source = save_hf(tmp_path / "source", *gpt_oss())
+    state = repacked(source, tmp_path / "out")
+    del state[f"model.layers.0.mlp.experts.1.up_proj.{part}"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    damaged = save_hf(tmp_path / "damaged", state, config)
+    assert not ckptctl.verify(damaged).complete
+    with pytest.raises(CkptError, match=r"experts.1.up_proj|missing a tensor"):
+        ckptctl.convert(damaged, tmp_path / "back", to="hf", repack="mxfp4")
+
+
+def test_openai_layout_repacks_like_transformers(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "source", *gpt_oss())
+    native = tmp_path / "native.pt"
+    ckptctl.convert(source, native, to="torch", to_layout="openai", model_type="gpt_oss")
+    options: Any = {"from_layout": "openai", "model_type": "gpt_oss", "assets": source}
+    found = repacked(native, tmp_path / "out", **options)
+    expected = repacked(source, tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("name", ["scale", "layout", "integers", "attention", "again", "family"])
+def test_mxfp4_that_cannot_be_repacked_is_refused(tmp_path: Path, name: str) -> None:
+    state, config = gpt_oss(252 if name == "scale" else 120)
+    source = save_hf(tmp_path / "source", state, config)
+    options: Any = {"repack": "mxfp4"}
+    message = {
+        "scale": "contains the scale 255",
+        "layout": "cannot repack stacked experts",
+        "integers": "cannot repack AWQ",
+        "attention": "has no tensors `_blocks` and `_scales`",
+        "again": "already has the format mxfp4",
+        "family": "has no tensors `_blocks` and `_scales`",
+    }[name]
+    if name in ("scale", "layout"):
+        options = {"repack": "compressed-tensors", "to_layout": "hf" if name == "layout" else None}
+    elif name == "integers":
+        source = saved(tmp_path / "awq", *awq())
+    elif name == "attention":
+        changed = repacked(source, tmp_path / "changed")
+        config = json.loads((tmp_path / "changed" / "config.json").read_text())
+        changed.pop("model.layers.0.self_attn.q_proj.weight")
+        lead = "model.layers.0.self_attn.q_proj.weight"
+        changed[f"{lead}_packed"] = torch.zeros(64, 32, dtype=torch.uint8)
+        changed[f"{lead}_scale"] = torch.zeros(64, 2, dtype=torch.uint8)
+        config[QUANTIZATION]["ignore"].remove("model.layers.0.self_attn.q_proj")
+        source = save_hf(tmp_path / "attention", changed, config)
+    elif name == "family":
+        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        packed = {
+            "a.weight_packed": torch.zeros(8, 32, dtype=torch.uint8),
+            "a.weight_scale": torch.zeros(8, 2, dtype=torch.uint8),
+        }
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "config_groups": groups,
+        }
+        source = saved(tmp_path / "other", packed, config)
+    with pytest.raises(CkptError, match=message):
+        ckptctl.convert(source, tmp_path / "out", to="hf", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_repacked_modelopt_fp8_keeps_bits(tmp_path: Path, per_row: bool) -> None:
+    state, config = modelopt_fp8(per_row=per_row, activations=not per_row)
+    source = saved(tmp_path / "source", state, config)
+    found = repacked(source, tmp_path / "out", verify=True)
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        shape = (24, 40) if name == "a.weight" else (24, 1) if per_row else (1,)
+        assert (found[name].dtype, found[name].shape) == (value.dtype, shape)
+        assert found[name].view(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8))
+    group = settings(tmp_path / "out")["config_groups"]["group_0"]
+    assert group["format"] == "float-quantized"
+    assert group["weights"]["strategy"] == ("channel" if per_row else "tensor")
+    inputs = group["input_activations"]
+    assert (inputs["strategy"], inputs["dynamic"]) == (
+        ("token", True) if per_row else ("tensor", False)
+    )
+    first, second = (
+        dequantized(tmp_path / name, tmp_path / f"{name}-plain")["a.weight"]
+        for name in ("source", "out")
+    )
+    assert first.equal(second)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"kv_cache_quant_algo": "FP8"},
+        {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        {"kv_cache_quant_algo": "NVFP4"},
+        {},
+    ],
+)
+def test_scales_of_the_cache_move_to_the_attention(
+    tmp_path: Path, algorithm: str, stated: dict[str, Any]
+) -> None:
+    name = "layers.0.self_attn.k_proj"
+    state, config = modelopt_fp8(name) if algorithm == "FP8" else modelopt(name)
+    state[f"{name}.k_scale"] = torch.tensor(0.25)
+    source = saved(tmp_path / "source", state, config | stated)
+    if "NVFP4" in stated.values() or not stated:
+        with pytest.raises(MappingError, match=r"cannot repack (a KV cache in|.*k_scale)"):
+            repacked(source, tmp_path / "out")
+        return
+    found = repacked(source, tmp_path / "out")
+    assert f"{name}.k_scale" not in found
+    assert found["layers.0.self_attn.k_scale"].equal(torch.tensor([0.25]))
+    cache = settings(tmp_path / "out")["kv_cache_scheme"]
+    assert (cache["num_bits"], cache["type"], cache["dynamic"]) == (8, "float", False)
 
 
 def ordered(said: bool | None) -> Source:
