@@ -62,8 +62,9 @@ def plan_config_files(draft: Draft) -> Draft:
             documents[CONFIG] = config = legacy_config
     if draft.quantization:
         if config is None:
+            option = "--repack" if draft.quantization.is_lossless else "--quantize"
             raise MappingError(
-                f"{format_option('--quantize')} requires config.json, which is missing",
+                f"{format_option(option)} requires config.json, which is missing",
                 why="loaders read the quantization scheme from it",
                 hint=f"pass {format_option('--assets DIR')} to copy it from the trained model's "
                 "folder",

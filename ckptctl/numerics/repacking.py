@@ -34,7 +34,7 @@ from ckptctl.numerics.dequantizing import (
     strip_quantization_configs,
 )
 from ckptctl.numerics.packed_columns import arrange_packed_columns, find_column_dim
-from ckptctl.numerics.quantization.formulas import Fp4Groups, IntegerGroups
+from ckptctl.numerics.quantization.formulas import Fp4Groups, IntegerGroups, ScaleBlocks
 from ckptctl.numerics.quantization.recipes import (
     FP4,
     FP8,
@@ -169,14 +169,15 @@ def prepare_repacking(draft: Draft) -> Draft:
 
 
 def choose_layout(draft: Draft) -> Draft:
-    """Choose the layout with per-expert weights, which compressed-tensors requires."""
+    """Choose the layout with per-expert weights, unless ``--to-layout`` names one."""
     options, model = draft.options, draft.model
     if options.repack != COMPRESSED_TENSORS or options.to_layout or model.model_type is None:
         return draft
     if draft.layout != HF or PER_EXPERT_LAYOUT not in families.family(model.model_type).layouts:
         return draft
     draft.notes.add(
-        f"layout {PER_EXPERT_LAYOUT}: {COMPRESSED_TENSORS} has no format for stacked experts"
+        f"experts are stored one by one (layout {PER_EXPERT_LAYOUT}), because "
+        f"{COMPRESSED_TENSORS} has no format for stacks"
     )
     return replace(draft, options=replace(options, to_layout=PER_EXPERT_LAYOUT))
 
@@ -261,6 +262,12 @@ def repack(draft: Draft) -> Draft:
             mapped[part.name] = ComposedTensor(part.name, part.tensor, read)
             parts[part.name] = tensor.name
             tensors.append(OutputTensor(part.name, part.dtype, part.tensor.shape, (part.name,)))
+    if not repacked:
+        raise UsageError(
+            f"no weights to {format_option('--repack')}",
+            where=draft.catalog.path,
+            why="no quantized weight is selected",
+        )
     quantization = Quantization(draft.tensors, parts, is_lossless=True)
     config = _make_config_builder(draft, repacked)
     quantization = replace(quantization, config=config(list_ignored_modules(quantization)))
@@ -390,7 +397,7 @@ def _build_parts(tensor: OutputTensor, sources: Mapping[str, Source]) -> Iterato
 def _repack_nvfp4(tensor: OutputTensor, weight: ComputedTensor) -> _RepackedWeight:
     """Repack ModelOpt's NVFP4, which only renames tensors and inverts the global scale."""
     packed, scale, global_scale = weight.inputs
-    sources = {
+    sources: dict[str, Source] = {
         PACKED: packed.entry,
         SCALE: scale.entry,
         ".weight_global_scale": _build_reciprocal(global_scale),
@@ -409,9 +416,10 @@ def _repack_fp8(tensor: OutputTensor, weight: ComputedTensor) -> _RepackedWeight
     Weights with one scale per row have no static scales of activations, because programs quantize
     each token dynamically (``FP8_PER_CHANNEL_PER_TOKEN``).
     """
-    elements, scale = weight.inputs
+    form, (elements, scale) = weight.arguments, weight.inputs
+    assert isinstance(form, ScaleBlocks)
     numbers, scales = _build_parts(tensor, {WEIGHT: elements.entry, SCALE: scale.entry})
-    if weight.arguments.rows == 1 and weight.shape[0] > 1:
+    if form.rows == 1 and weight.shape[0] > 1:
         parts = (numbers, scales.as_column())
         return _RepackedWeight(parts, "float-quantized", _FP8_ROWS, _FP8_TOKENS)
     return _RepackedWeight((numbers, scales.as_vector()), "float-quantized", _FP8_TENSOR)
@@ -441,6 +449,7 @@ def _repack_mxfp4(
             "cannot repack stacked experts",
             where=f"tensor `{name}`",
             why=f"the shape is {list(tensor.shape)}, and programs require one tensor per expert",
+            hint=f"pass {format_option(f'--to-layout {PER_EXPERT_LAYOUT}')}",
         )
     if is_stacked and not _has_mxfp4_tensors(draft, name):
         raise MappingError(

@@ -293,6 +293,13 @@ def test_missing_tensor_of_a_repacked_expert_is_noticed(tmp_path: Path, part: st
         ckptctl.convert(damaged, tmp_path / "back", to="hf", repack="mxfp4")
 
 
+def test_repack_without_selected_weights_is_an_error(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "source", *gpt_oss())
+    with pytest.raises(UsageError, match="no weights to") as caught:
+        repacked(source, tmp_path / "out", include=["*.self_attn.*"])
+    assert caught.value.why == "no quantized weight is selected"
+
+
 def test_openai_layout_repacks_like_transformers(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "source", *gpt_oss())
     native = tmp_path / "native.pt"
