@@ -19,6 +19,7 @@ ALIASES = {
     "ai2-olmo": "OLMo",
     "ai2-olmo-core": "OLMo-core",
     "huggingface-hub": "huggingface_hub",
+    "llmcompressor": "llm-compressor",
     "megatron-bridge": "Bridge",
     "nvidia-modelopt": "ModelOpt",
     "torch-checkpointing": "torch_checkpointing",
