@@ -288,10 +288,11 @@ def _rename_to_layout(
     catalog: Catalog, config: Json, family: Family, source: str, target: str
 ) -> tuple[Catalog, Json]:
     """Rename the tensors outside expert stacks from layout *source* to layout *target*."""
-    keys = {
-        get_module_name(name) + WEIGHT if is_factor(name) else name.removeprefix(PEFT_PREFIX): name
-        for name in catalog.tensors
-    }
+    keys: dict[str, list[str]] = {}
+    for name in catalog.tensors:
+        bare_name = name.removeprefix(PEFT_PREFIX)
+        key = get_module_name(name) + WEIGHT if is_factor(name) else bare_name
+        keys.setdefault(key, []).append(name)
     leaves = family.get_layout(target).leaves
     names: dict[str, str] = {}
     for group in match_keys(family, family.get_layout(source), keys).groups:
@@ -307,16 +308,17 @@ def _rename_to_layout(
         if leaf.placement != target_leaf.placement:
             raise MappingError(
                 f"layouts {source} and {target} store a layer of the adapter differently",
-                where=f"tensor `{keys[group.keys[0]]}`",
+                where=f"tensor `{keys[group.keys[0]][0]}`",
                 hint=f"convert its model to layout {source} first, with "
                 f"{format_option(f'--to-layout {source}')}",
             )
         for key, values in zip(group.keys, group.iterate_index_values(tensor.indices), strict=True):
             new_name = target_leaf.key.format_key(dict(zip(tensor.indices, values, strict=True)))
-            suffix = keys[key].removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
-            names[keys[key]] = PEFT_PREFIX + (
-                new_name.removesuffix(WEIGHT) + suffix if suffix else new_name
-            )
+            for name in keys[key]:
+                suffix = name.removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
+                names[name] = PEFT_PREFIX + (
+                    new_name.removesuffix(WEIGHT) + suffix if suffix else new_name
+                )
     new_names = {name: names.get(name, name) for name in catalog.tensors}
     tensors = {
         new_name: replace(catalog.tensors[old_name], name=new_name, path=(new_name,))
