@@ -49,7 +49,7 @@ norm     d     model.norm.weight
 output   v* d  lm_head.weight
 """
 
-MCORE = """
+MCORE_LATENT = """
 logical     mcore: decoder.layers.{i}.
 norm_1      input_layernorm.weight
 q           self_attention.linear_q_proj.weight
@@ -58,9 +58,15 @@ q_a_norm    self_attention.linear_q_up_proj.layer_norm_weight
 q_b         self_attention.linear_q_up_proj.weight
 kv_a        self_attention.linear_kv_down_proj.weight
 kv_a_norm   self_attention.linear_kv_up_proj.layer_norm_weight
-kv_b        self_attention.linear_kv_up_proj.weight
 o           self_attention.linear_proj.weight
 """
+
+MCORE = (
+    MCORE_LATENT
+    + """
+kv_b        self_attention.linear_kv_up_proj.weight
+"""
+)
 
 MCORE_LOCAL = """
 logical     mcore-local: decoder.layers.{i}.

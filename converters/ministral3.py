@@ -1,7 +1,8 @@
 """The text model of Ministral 3: Mistral with YaRN and a scale of queries that grows with position.
 
 Sources: transformers' ``modeling_ministral3.py``, ``configuration_ministral3.py`` and
-``convert_ministral3_weights_to_hf.py``. With its vision tower it is ``mistral3``.
+``convert_ministral3_weights_to_hf.py``, Megatron-Bridge's ``ministral3_bridge.py`` and
+``ministral3_provider.py`` (0.6, ``mcore``). With its vision tower it is ``mistral3``.
 """
 
 from dataclasses import replace
@@ -56,13 +57,14 @@ FAMILY: Family = replace(
     name="ministral3",
     title="Ministral 3 (text)",
     aliases=("ministral_3",),
-    layouts=("hf", "mistral", "mlx"),
+    layouts=("hf", "mistral", "mlx", "mcore"),
     architecture="Ministral3ForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs=_proofs.get_proofs("hf", "mistral", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mistral", "mlx", "mcore"),
     sources={},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),
+    megatron=None,  # No field of Megatron-Core's scales queries by position.
     params=STYLE,
     presets=(({}, BEYOND_PARAMS),),
 )

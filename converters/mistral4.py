@@ -5,12 +5,13 @@ neighboring pairs, so no axis is reordered. mlx-lm splits the projection of the 
 values, and transposes the keys' part. With its vision tower it is ``mistral4_vision``.
 
 Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to_hf.py``, vLLM's
-``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``.
+``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``; Megatron-Core's
+``multi_latent_attention.py`` (``mcore``), to whose queries the scale by position must be added.
 """
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, get_facts
 
-from . import _proofs, deepseek_v2, mistral, mixtral
+from . import _proofs, deepseek_v2, mistral, mixtral, qwen2_moe
 
 LAYER = """
 logical                   axes       hf: model.layers.{i}.                mistral: layers.{i}.
@@ -50,6 +51,12 @@ expert_w3  mlp.switch_mlp.up_proj.weight
 expert_w2  mlp.switch_mlp.down_proj.weight
 """
 
+MCORE = """
+logical  mcore: decoder.layers.{i}.
+kv_b_k   self_attention.linear_kv_up_proj.weight#0/h
+kv_b_v   self_attention.linear_kv_up_proj.weight#1/h
+"""
+
 STYLE = ParamsStyle(
     owner="Mistral's",
     text=(
@@ -79,15 +86,27 @@ FAMILY = Family(
     name="mistral4",
     title="Mistral Small 4 (text)",
     aliases=("mistral_4",),
-    layouts=("hf", "mistral", "mlx"),
-    tables=(mixtral.BEFORE, LAYER, MLX, mixtral.AFTER),
+    layouts=("hf", "mistral", "mlx", "mcore", "mcore-local"),
+    tables=(
+        mixtral.BEFORE,
+        LAYER,
+        MLX,
+        mixtral.AFTER,
+        *qwen2_moe.MCORE_ENDS,
+        deepseek_v2.MCORE_LATENT,
+        MCORE,
+        qwen2_moe.MCORE_FEED_FORWARD,
+        qwen2_moe.MCORE_SHARED,
+        deepseek_v2.MCORE_LOCAL,
+    ),
+    like={"mcore-local": "mcore"},
     architecture="Mistral4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),
     sizes=SIZES,
     formulas=deepseek_v2.FAMILY.formulas,
     kinds=deepseek_v2.FAMILY.kinds,
-    proofs=_proofs.get_proofs("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx", "mcore", "mcore-local"),
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": None},),
