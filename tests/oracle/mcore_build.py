@@ -1,15 +1,15 @@
 """Megatron-Core's GPT model on the CPU, without Transformer Engine, Apex and CUDA.
 
-Only ranks import this module. What stands in for CUDA holds no parameters. Two modules are of our
-own: a norm whose weight is added to one, which Apex has, and OLMoE's norms, which Megatron-Bridge
-adds.
+Only ranks import this module. What stands in for CUDA holds no parameters. Modules of our own are a
+norm whose weight is added to one, which Apex has, and OLMoE's norms and the scale of Mistral's
+queries, which Megatron-Bridge adds.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from queue import Queue
@@ -38,6 +38,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from tests.oracle import mcore_mamba
 from tests.oracle.mcore_models import VOCABULARY, Ranks, Recipe, padded
 
 ACTIVATIONS = {
@@ -95,7 +96,23 @@ def _l2_norm(value: torch.Tensor) -> torch.Tensor:
     return value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6)
 
 
-class LatentProducts(DotProductAttention):  # type: ignore[misc]
+class ScaledProducts(DotProductAttention):  # type: ignore[misc]
+    """Attention whose queries grow with their position, as in Llama 4.
+
+    Megatron-Bridge has the same for Transformer Engine (``MinistralTEDotProductAttention``).
+    """
+
+    def forward(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Scale queries by their position, if the configuration says so."""
+        beta = getattr(self.config, "llama_4_scaling_beta", 0.0)
+        if beta:
+            places = torch.arange(query.shape[0]) // self.config.llama_4_scaling_length
+            query = query * (1 + beta * torch.log1p(places)).view(-1, 1, 1, 1)
+        found: torch.Tensor = super().forward(query, *args, **kwargs)
+        return found
+
+
+class LatentProducts(ScaledProducts):
     """Attention whose values have a width of their own, as Transformer Engine's takes it."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,13 +155,6 @@ def _normed(heads: torch.Tensor, norm: Any) -> torch.Tensor:
     return own.contiguous()
 
 
-class _NoTracker:
-    """Megatron-Core keeps the state of the GPU's random numbers around dropout."""
-
-    def fork(self) -> Any:
-        return nullcontext()
-
-
 @cache
 def _without_cuda() -> None:
     ones = torch.ones
@@ -154,13 +164,13 @@ def _without_cuda() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore
     torch.ones = lambda *size, device=None, **options: ones(*size, **options)
-    dot_product_attention.tensor_parallel.get_cuda_rng_tracker = _NoTracker
+    dot_product_attention.tensor_parallel.get_cuda_rng_tracker = mcore_mamba.NoTracker
     multi_latent_attention.HAVE_TE = False
     moe_utils.te_general_gemm = None
     gated_delta_net.HAVE_FLA = True
     gated_delta_net.l2norm = _l2_norm
     gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
-    gated_delta_net.get_cuda_rng_tracker = _NoTracker
+    gated_delta_net.get_cuda_rng_tracker = mcore_mamba.NoTracker
     filesystem_async._results_queue = Queue()  # or every rank starts a process of its own
 
 
@@ -180,6 +190,9 @@ def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
         expert_tensor_parallel_size=recipe.options.get("expert_tensor_parallel_size"),
     )
     config = _config(recipe, ranks)
+    if recipe.pattern:
+        hybrid = mcore_mamba.build(config, recipe.pattern, **_arguments(recipe, ranks))
+        return hybrid.eval()
     norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else WrappedTorchNorm
     places = [(holder, name) for holder in (backends, specs) for name in NORMS]
     with ExitStack() as stack:
@@ -191,14 +204,20 @@ def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
             config,
             spec,
             mtp_block_spec=further,
-            vocab_size=padded(VOCABULARY, ranks.tensor),
-            max_sequence_length=4096,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            parallel_output=False,
-            **recipe.model,
+            **_arguments(recipe, ranks),
         )
     return model.eval()
+
+
+def _arguments(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
+    return {
+        "vocab_size": padded(VOCABULARY, ranks.tensor),
+        "max_sequence_length": 4096,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "parallel_output": False,
+        **recipe.model,
+    }
 
 
 def _config(recipe: Recipe, ranks: Ranks) -> TransformerConfig:
@@ -236,6 +255,8 @@ def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
     ]
     for layer in spec.layer_specs:
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        if "llama_4_scaling_beta" in recipe.extra:
+            attention.submodules.core_attention = ScaledProducts
         if recipe.latent:
             attention.submodules.core_attention = LatentProducts
         if recipe.whole_norms:

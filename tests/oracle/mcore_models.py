@@ -35,9 +35,17 @@ GROUPS: Mapping[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 
 """Megatron-Core weighs a group by as many of its experts as the token gets from it on average."""
 
 HEAD: Mapping[str, Any] = {"head_dim": 14}
+KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+"""Letters of Megatron-Core for the layers of hybrid models."""
+
+QUICK_SCALE: Mapping[str, Any] = {"original_max_position_embeddings": 5}
+"""Queries that grow within the few tokens of a proof, of parameters of RoPE."""
+
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "llama2": {"num_key_value_heads": 6},
     "mistral": HEAD,
+    "ministral3": {**HEAD, "rope_parameters": QUICK_SCALE},
+    "mistral4": {**LATENT, "head_dim": 24, "n_routed_experts": 6, "rope_parameters": QUICK_SCALE},
     "falcon3": HEAD,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 26},
     "qwen3": HEAD,
@@ -73,6 +81,12 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": HEAD,
     "olmoe": {"num_key_value_heads": 6},
     "nemotron": HEAD,
+    "nemotron_h": {
+        **HEAD,
+        **EXPERTS,
+        "num_hidden_layers": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    },
     "deepseek_v2": {**LATENT, **GROUPS, "num_experts_per_tok": 2},
     "deepseek_v3": {**LATENT, **GROUPS, "num_experts_per_tok": 4},
 }
@@ -81,6 +95,9 @@ MODELS = (
     "llama3",
     "llama3_2",
     "mistral",
+    "ministral3",
+    "ministral3.unscaled",
+    "mistral4",
     "qwen2",
     "qwen3",
     "qwen3.tied",
@@ -90,6 +107,8 @@ MODELS = (
     "phi3",
     "glm",
     "nemotron",
+    "nemotron_h",
+    "nemotron_h.latent",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -137,6 +156,7 @@ class Recipe(NamedTuple):
         latent: Whether attention is multi-latent.
         whole_norms: Whether queries and keys are normed over all heads, as OLMoE's are.
         local: Whether names are those of the local specification, not of Transformer Engine's.
+        pattern: The kind of each layer of a hybrid model, in its letters, or empty.
     """
 
     options: Mapping[str, Any]
@@ -145,6 +165,7 @@ class Recipe(NamedTuple):
     latent: bool
     whole_norms: bool
     local: bool
+    pattern: str = ""
 
     @property
     def tied(self) -> bool:
@@ -157,7 +178,8 @@ class Recipe(NamedTuple):
     @property
     def named_twice(self) -> bool:
         """Return whether there is a local specification that names norms otherwise."""
-        return self.experts and "experimental_attention_variant" not in self.options
+        only_one = self.pattern or "experimental_attention_variant" in self.options
+        return self.experts and not only_one
 
 
 def tiny(name: str, **sizes: int) -> PretrainedConfig:
@@ -168,6 +190,8 @@ def tiny(name: str, **sizes: int) -> PretrainedConfig:
     config = TINY[name]()
     given = config.to_dict()
     changes = dict(SIZES) | dict(CHANGES.get(family_of(name), {}))
+    if "rope_parameters" in changes:
+        changes["rope_parameters"] = given["rope_parameters"] | changes["rope_parameters"]
     if "head_dim" not in changes and given.get("head_dim"):
         changes["head_dim"] = given.get("qk_rope_head_dim") or 10
     if given.get("mlp_only_layers"):
@@ -198,7 +222,8 @@ def recipe(name: str, **sizes: int) -> Recipe:
     if special:
         special(config, options, model, extra)
     latent = hasattr(config, "kv_lora_rank")
-    return Recipe(options, model, extra, latent, family_of(name) == "olmoe", False)
+    pattern = "".join(KINDS[kind] for kind in getattr(config, "layers_block_type", ()))
+    return Recipe(options, model, extra, latent, family_of(name) == "olmoe", False, pattern)
 
 
 def _common(config: PretrainedConfig) -> dict[str, Any]:
@@ -222,7 +247,9 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _positions(config: PretrainedConfig) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        return {"share_embeddings_and_output_weights": config.tie_word_embeddings}
     found = {
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
@@ -368,6 +395,62 @@ def _deepseek_v3(config: PretrainedConfig, options: Fields, *rest: Fields) -> No
     _latent(config, options)
 
 
+def _yarn(rope: Mapping[str, Any]) -> Fields:
+    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    found = {f"yarn_{name}": rope[name] for name in names}
+    found["yarn_rotary_scaling_factor"] = found.pop("yarn_factor")
+    return found | {
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def _scaled_queries(config: PretrainedConfig) -> Fields:
+    rope = config.rope_parameters
+    return {
+        "llama_4_scaling_beta": rope["llama_4_scaling_beta"],
+        "llama_4_scaling_length": rope["original_max_position_embeddings"],
+    }
+
+
+def _ministral3(config: PretrainedConfig, options: Fields, model: Fields, extra: Fields) -> None:
+    extra |= _scaled_queries(config)
+    if config.rope_parameters["rope_type"] == "yarn":
+        model["position_embedding_type"] = "yarn"
+        extra |= _yarn(config.rope_parameters)
+
+
+def _mistral4(config: PretrainedConfig, options: Fields, model: Fields, extra: Fields) -> None:
+    _routed(config, options)
+    _latent(config, options)
+    rope = config.rope_parameters
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+    options |= {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        **{name: rope[name] for name in (*names, "mscale_all_dim")},
+    }
+    extra |= _scaled_queries(config)
+
+
+def _nemotron_h(config: PretrainedConfig, options: Fields, *rest: Fields) -> None:
+    _sigmoid(config, options, *rest)
+    options |= {
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "activation_func": "squared_relu",
+        "gated_linear_unit": False,
+        "is_hybrid_model": True,
+        "mamba_num_heads": config.mamba_num_heads,
+        "mamba_head_dim": config.mamba_head_dim,
+        "mamba_num_groups": config.n_groups,
+        "mamba_state_dim": config.ssm_state_size,
+        "use_mamba_mem_eff_path": False,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": config.moe_latent_size,
+    }
+
+
 def _gpt_oss(config: PretrainedConfig, options: Fields, model: Fields, extra: Fields) -> None:
     _routed(config, options)
     rope = config.rope_parameters
@@ -383,23 +466,18 @@ def _gpt_oss(config: PretrainedConfig, options: Fields, model: Fields, extra: Fi
         "moe_router_pre_softmax": False,
     }
     model["position_embedding_type"] = "yarn"
-    extra |= {
-        "yarn_rotary_scaling_factor": rope["factor"],
-        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "yarn_beta_fast": rope["beta_fast"],
-        "yarn_beta_slow": rope["beta_slow"],
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": rope["truncate"],
-    }
+    extra |= _yarn(rope)
 
 
 SPECIAL: Mapping[str, Callable[[PretrainedConfig, Fields, Fields, Fields], None]] = {
+    "ministral3": _ministral3,
+    "mistral4": _mistral4,
     "qwen2": _qwen2,
     "qwen3": _qk_norms,
     "glm": _glm,
     "starcoder2": _starcoder2,
     "nemotron": _nemotron,
+    "nemotron_h": _nemotron_h,
     "mixtral": _routed,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qk_norms,

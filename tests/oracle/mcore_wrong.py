@@ -66,6 +66,8 @@ def _key_and_value(config: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _neighboring_pairs(config: Any, value: torch.Tensor) -> torch.Tensor:
+    if config.is_hybrid_model:
+        return value  # nothing is rotated
     groups = _groups(config, value).clone()
     rotated = groups[:, :-1]
     halves = _cut(rotated, 2, 2)
@@ -145,6 +147,24 @@ def _keys_of_the_convolution(config: Any, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([key, query, rest])
 
 
+def _mamba_state(config: Any) -> int:
+    """Return how many channels come in and go out of the state of all groups."""
+    count: int = config.mamba_num_groups * config.mamba_state_dim
+    return count
+
+
+def _mamba(config: Any, value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return the parts of a Mamba-2 layer's ``in_proj`` in another *order*."""
+    heads, state = config.mamba_num_heads, _mamba_state(config)
+    width = heads * config.mamba_head_dim
+    parts = torch.split(value, [width, width, state, state, heads])
+    return torch.cat([parts[place] for place in order])
+
+
+def _heads_of_mamba(config: Any, value: torch.Tensor) -> torch.Tensor:
+    return _cut(value, 1, config.mamba_num_heads).roll(1, 1).flatten(1)
+
+
 def _one_more(config: Any, value: torch.Tensor) -> torch.Tensor:
     return value + 1
 
@@ -156,19 +176,42 @@ CHANGES: Mapping[str, tuple[str, Change]] = {
     "neighboring pairs rotated": ("linear_qkv.weight", _neighboring_pairs),
     "gates beside their queries": ("linear_qkv.weight", _gate_beside_its_query),
     "keys of a delta net first": (
-        "in_proj.weight",
+        "self_attention.in_proj.weight",
         lambda config, value: _delta(config, value, (1, 0, 2, 3, 4, 5)),
     ),
     "gates of a delta net before values": (
-        "in_proj.weight",
+        "self_attention.in_proj.weight",
         lambda config, value: _delta(config, value, (0, 1, 3, 2, 4, 5)),
     ),
     "decay of a delta net first": (
-        "in_proj.weight",
+        "self_attention.in_proj.weight",
         lambda config, value: _delta(config, value, (0, 1, 2, 3, 5, 4)),
     ),
-    "values of a delta net by their place": ("in_proj.weight", _value_heads_by_place),
-    "keys of the convolution first": ("conv1d.weight", _keys_of_the_convolution),
+    "values of a delta net by their place": (
+        "self_attention.in_proj.weight",
+        _value_heads_by_place,
+    ),
+    "keys of the convolution first": ("self_attention.conv1d.weight", _keys_of_the_convolution),
+    "gates of Mamba after values": (
+        "mixer.in_proj.weight",
+        lambda config, value: _mamba(config, value, (1, 0, 2, 3, 4)),
+    ),
+    "inputs and outputs of Mamba's state": (
+        "mixer.in_proj.weight",
+        lambda config, value: _mamba(config, value, (0, 1, 3, 2, 4)),
+    ),
+    "steps of Mamba first": (
+        "mixer.in_proj.weight",
+        lambda config, value: _mamba(config, value, (4, 0, 1, 2, 3)),
+    ),
+    "state first in the convolution": (
+        "mixer.conv1d",
+        lambda config, value: value.roll(_mamba_state(config), 0),
+    ),
+    "skip of another head": ("mixer.D", _rolled),
+    "decay of another head": ("mixer.A_log", _rolled),
+    "steps of another head": ("mixer.dt_bias", _rolled),
+    "heads of Mamba's output": ("mixer.out_proj.weight", _heads_of_mamba),
     "norm of a delta net plus one": ("out_norm.weight", _one_more),
     "heads of the output": ("linear_proj.weight", _heads_of_the_output),
     "up over gate": ("linear_fc1.weight", _up_over_gate),

@@ -34,12 +34,17 @@ EXTRA_STATE = "_extra_state"
 EMPTY_EXTRA_STATE: list[object] = [None]
 ATTENTION = "self_attention"
 CORE = "core_attention"
-_MODULES_WITHOUT_STATE = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
+HYBRID_NORM = "decoder.final_norm.weight"
+"""The last norm of hybrid models. That of ``GPTModel`` has another name."""
+_MODULES_WITHOUT_STATE = frozenset(
+    {"mixer", "output_layer", "router", "self_attention", "shared_experts"}
+)
 _CONVOLUTIONS = frozenset({"conv1d", "in_proj"})
 """Parent modules of convolution weights, which have no extra state.
 
-Routers, gates and convolutions are not Transformer Engine modules, and fused parts are not modules
-at all. ``GPTModel.sharded_state_dict`` removes the extra state of the output layer.
+Routers, gates, convolutions and gated norms are not Transformer Engine modules, and fused parts are
+not modules at all. ``GPTModel.sharded_state_dict`` removes the extra state of the output layer, and
+``HybridModel`` (until 0.16 ``MambaModel``) does not.
 """
 _EXPERTS = ".mlp.experts.experts."
 
@@ -139,18 +144,23 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
 def _iterate_modules(name: str) -> Iterator[str]:
     """Yield the modules with extra state that the parameter *name* requires.
 
-    These are the module of the parameter and the core attention next to it.
+    These are the module of the parameter, the core attention next to it, and the output layer of
+    hybrid models.
     """
     module = name.rpartition(".")[0]
     parts = module.split(".")
-    convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
+    convolution = parts[-1] in ("weight", "bias") and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
+    gated_norm = parts[-2:] == ["mixer", "norm"]
     if (
         module
         and "embedding" not in parts
         and parts[-1] not in _MODULES_WITHOUT_STATE
         and not convolution
+        and not gated_norm
     ):
         yield module
+    if name == HYBRID_NORM:
+        yield "output_layer"
     attention, separator, _ = name.partition(f".{ATTENTION}.linear_")
     if separator and not is_factor(name):  # gated delta nets do not have such layers
         yield f"{attention}.{ATTENTION}.{CORE}"

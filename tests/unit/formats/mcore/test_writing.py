@@ -132,6 +132,21 @@ def test_gated_delta_net_parts_have_no_extra_state() -> None:
     assert found == expected
 
 
+def test_output_layer_of_hybrid_model_has_extra_state() -> None:
+    """``HybridModel`` requires it, ``GPTModel`` does not."""
+    mixer = "decoder.layers.0.mixer"
+    parts = ("in_proj.weight.z", "in_proj.layer_norm_weight", "conv1d.bias.x", "D", "norm.weight")
+    names = [f"{mixer}.{part}" for part in (*parts, "out_proj.weight")]
+    names += ["decoder.final_norm.weight", "output_layer.weight"]
+    tensors = [OutputTensor(name, "float32", (4,), (name,)) for name in names]
+    found = [
+        blob.name.partition("._extra_state")[0]
+        for blob in make_extra_states(tensors, LayerStorage())
+    ]
+    modules = [f"{mixer}.in_proj", f"{mixer}.out_proj", "decoder.final_norm", "output_layer"]
+    assert found == modules
+
+
 @pytest.mark.parametrize("stack_layers", [False, True])
 def test_modules_get_empty_extra_states(stack_layers: bool, tmp_path: Path) -> None:
     inner = write(tmp_path, MODEL, stack_layers=stack_layers)
