@@ -4,9 +4,17 @@ Sources: Megatron-Core's ``transformer_config.py`` (0.16) and ``moe_utils.py``, 
 providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' configuration classes.
 """
 
+import re
 from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, get_facts
+
+
+def put_under(prefix: str, *tables: str) -> tuple[str, ...]:
+    """Put *prefix* before the keys of *tables* whose only layout is ``mcore``."""
+    header = re.compile(r"mcore(?:: )?(\S*)\n")
+    return tuple(header.sub(rf"mcore: {prefix}\1\n", table, count=1) for table in tables)
+
 
 MODELS = "megatron.bridge.models."
 GPT = f"{MODELS}gpt_provider.GPTModelProvider"

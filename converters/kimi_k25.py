@@ -6,6 +6,7 @@ layout    where it is found
 hf        on the Hub; transformers 5 reads it
 hf-v5     in-memory names of transformers 5
 hf-fresh  saved by transformers 5; no other program reads it
+mcore     Megatron-Bridge, whose vision tower is the one of Kimi's own code
 ========  ======================================================================================
 
 The vision tower rotates neighboring pairs in the files and in torchtitan, halves in memory. Text
@@ -13,14 +14,14 @@ models rotate neighboring pairs everywhere.
 
 Sources: transformers' ``modeling_kimi_k25.py`` and ``conversion_mapping.py`` (``kimi_k25``), which
 saves layers of the text model as ``blocks``; torchtitan's ``models/kimi_k2_7``, vLLM's
-``kimi_k25.py``.
+``kimi_k25.py``; Megatron-Bridge's ``kimi_k25_vl_bridge.py`` (0.6).
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _proofs, deepseek_v2, deepseek_v3, qwen2_moe
+from . import _megatron, _proofs, deepseek_v2, deepseek_v3, qwen2_moe
 
 ENDS = """
 logical  axes  hf, hf-fresh                              hf-v5                                     torchtitan@0.3
@@ -34,7 +35,7 @@ output   v d   language_model.lm_head.weight     lm_head.weight                 
 """
 
 PATCHES = """
-logical            axes         hf: vision_tower.             hf-v5: model.vision_tower.               hf-fresh: vision_tower.          torchtitan@0.3: vision_encoder.
+logical            axes         hf, mcore: vision_tower.      hf-v5: model.vision_tower.               hf-fresh: vision_tower.          torchtitan@0.3: vision_encoder.
 vision_patch       wd vc ph pw  patch_embed.proj.weight       patch_embed.proj.weight                  encoder.patch_embed.proj.weight  patch_embed.weight wd (vc ph pw)
 vision_patch_bias  wd           patch_embed.proj.bias         patch_embed.proj.bias                    encoder.patch_embed.proj.bias    patch_embed.bias
 vision_position    gh gw wd     patch_embed.pos_emb.weight    patch_embed.pos_emb.position_embeddings  patch_embed.pos_emb.weight       pos_embed
@@ -43,7 +44,7 @@ vision_norm_bias   wd           encoder.final_layernorm.bias  final_layernorm.bi
 """  # noqa: E501
 
 VISION_LAYER = """
-logical             axes          hf, hf-fresh: vision_tower.encoder.blocks.{j}.  hf-v5: model.vision_tower.layers.{j}.  torchtitan@0.3: vision_encoder.layers.{j}.
+logical             axes          hf, hf-fresh, mcore: vision_tower.encoder.blocks.{j}.  hf-v5: model.vision_tower.layers.{j}.  torchtitan@0.3: vision_encoder.layers.{j}.
 vision_norm_1       wd            norm0.weight                                    norm1.weight                           norm1.weight
 vision_norm_1_bias  wd            norm0.bias                                      norm1.bias                             norm1.bias
 vision_q            (vh vr p) wd  wqkv.weight#0                                   attn.q_proj.weight (vh p vr) wd        attn.wq.weight
@@ -63,7 +64,7 @@ vision_w2_bias      wd            mlp.fc1.bias                                  
 """  # noqa: E501
 
 PROJECTOR = """
-logical              axes  hf: mm_projector.  hf-v5: model.mm_projector.  hf-fresh                            torchtitan@0.3: vision_encoder.projector.
+logical              axes  hf, mcore: mm_projector.  hf-v5: model.mm_projector.  hf-fresh                            torchtitan@0.3: vision_encoder.projector.
 projector_norm       wd    pre_norm.weight    pre_norm.weight             model.mm_projector.pre_norm.weight  pre_norm.weight
 projector_norm_bias  wd    pre_norm.bias      pre_norm.bias               model.mm_projector.pre_norm.bias    pre_norm.bias
 projector_w1         vo u  proj.0.weight      in_proj.weight              mm_projector.proj.0.weight          linear_1.weight
@@ -75,12 +76,21 @@ projector_w2_bias    d     proj.2.bias        out_proj.bias               mm_pro
 PLAIN = "hf, hf-v5: model.layers."
 TEXT = deepseek_v2.LAYER + deepseek_v3.CORRECTION.partition("{i}.\n")[2]
 
+MCORE = _megatron.put_under(
+    "language_model.",
+    *qwen2_moe.MCORE_ENDS,
+    deepseek_v2.MCORE,
+    qwen2_moe.MCORE_FEED_FORWARD,
+    qwen2_moe.MCORE_SHARED,
+    deepseek_v3.MCORE_CORRECTION,
+)
+
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
     name="kimi_k25",
     title="Kimi K2.5, K2.6, K2.7",
     aliases=("kimi_k2_5", "kimi_k2_6", "kimi_k2_7"),
-    layouts=("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
+    layouts=("hf", "hf-v5", "hf-fresh", "torchtitan@0.3", "mcore"),
     tables=(
         PATCHES,
         VISION_LAYER,
@@ -92,6 +102,7 @@ FAMILY: Family = replace(
         qwen2_moe.PACKED.replace("model.", "model.language_model."),
         deepseek_v3.TITAN.replace("torchtitan@0.2, ", ""),
         AFTER,
+        *MCORE,
     ),
     like={},
     architecture="Kimi_K25ForConditionalGeneration",
@@ -122,6 +133,7 @@ FAMILY: Family = replace(
     ),
     kinds=tuple(kind.with_prefix("text_config") for kind in deepseek_v2.FAMILY.kinds),
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "kimi_k25"},),
     megatron=None,
     tiny=dict(
