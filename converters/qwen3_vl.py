@@ -3,14 +3,15 @@
 Each layer in ``deepstack_visual_indexes`` of config.json has a separate merger.
 
 Sources: transformers' ``modeling_qwen3_vl.py``, mlx-vlm's ``models/qwen3_vl``, of which mlx-lm
-reads only the text model.
+reads only the text model; Megatron-Bridge's ``qwen3_vl_bridge.py`` and ``modelling_qwen3_vl`` (0.6,
+``mcore``), whose vision tower interleaves queries, keys and values by head.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _proofs, qwen3, qwen3_5, qwen3_5_text
+from . import _megatron, _proofs, llama2, qwen2, qwen3, qwen3_5, qwen3_5_text
 
 DEEPSTACK = """
 deep_norm       vm     norm.weight
@@ -38,8 +39,21 @@ norm_1      d        input_layernorm.weight
 UNQUANTIZED = ("deep_w1", "deep_w2")
 """They belong to the vision tower, whatever their size is."""
 
+VISION_HEADS = """
+vision_q            (vh ve) vd  attn.qkv.weight#0
+vision_k            (vh ve) vd  attn.qkv.weight#1
+vision_v            (vh ve) vd  attn.qkv.weight#2
+vision_q_bias       (vh ve)     attn.qkv.bias#0
+vision_k_bias       (vh ve)     attn.qkv.bias#1
+vision_v_bias       (vh ve)     attn.qkv.bias#2
+vision_o            vd (vh ve)  attn.proj.weight
+vision_o_bias       vd          attn.proj.bias
+"""
+
 VISUAL = (
-    *qwen3_5.VISUAL,
+    "logical  axes  hf: model.visual." + qwen3_5.VISION,
+    "logical  axes  hf: model.visual.blocks.{u}." + VISION_HEADS + qwen3_5.VISION_LAYER,
+    "logical  axes  hf: model.visual." + qwen3_5.MERGER,
     "logical  axes  hf: model.visual.deepstack_merger_list.{w}." + DEEPSTACK,
 )
 
@@ -53,12 +67,81 @@ MLX = (
     qwen3_5_text.MLX_OUTPUT,
 )
 
+MCORE_VISION = """
+logical            mcore: vision_model.
+vision_patch       patch_embed.proj.weight
+vision_patch_bias  patch_embed.proj.bias
+vision_position    pos_embed.weight
+merger_norm        merger.patch_norm.weight
+merger_norm_bias   merger.patch_norm.bias
+merger_w1          merger.linear_fc1.weight
+merger_w1_bias     merger.linear_fc1.bias
+merger_w2          merger.linear_fc2.weight
+merger_w2_bias     merger.linear_fc2.bias
+"""
+
+MCORE_VISION_LAYER = """
+logical             mcore: vision_model.decoder.layers.{u}.
+vision_norm_1       self_attention.linear_qkv.layer_norm_weight
+vision_norm_1_bias  self_attention.linear_qkv.layer_norm_bias
+vision_q            self_attention.linear_qkv.weight#0/vh
+vision_k            self_attention.linear_qkv.weight#1/vh
+vision_v            self_attention.linear_qkv.weight#2/vh
+vision_q_bias       self_attention.linear_qkv.bias#0/vh
+vision_k_bias       self_attention.linear_qkv.bias#1/vh
+vision_v_bias       self_attention.linear_qkv.bias#2/vh
+vision_o            self_attention.linear_proj.weight
+vision_o_bias       self_attention.linear_proj.bias
+vision_norm_2       mlp.linear_fc1.layer_norm_weight
+vision_norm_2_bias  mlp.linear_fc1.layer_norm_bias
+vision_w1           mlp.linear_fc1.weight
+vision_w1_bias      mlp.linear_fc1.bias
+vision_w2           mlp.linear_fc2.weight
+vision_w2_bias      mlp.linear_fc2.bias
+"""
+
+MCORE_DEEPSTACK = """
+logical         mcore: vision_model.decoder.deepstack_merger_list.{w}.
+deep_norm       patch_norm.weight
+deep_norm_bias  patch_norm.bias
+deep_w1         linear_fc1.weight
+deep_w1_bias    linear_fc1.bias
+deep_w2         linear_fc2.weight
+deep_w2_bias    linear_fc2.bias
+"""
+
+MCORE_VISUAL = (MCORE_VISION, MCORE_VISION_LAYER, MCORE_DEEPSTACK)
+MCORE = (
+    *MCORE_VISUAL,
+    *_megatron.put_under(
+        "language_model.",
+        llama2.MCORE_BEFORE,
+        qwen2.MCORE_ATTENTION + qwen3.MCORE_NORMS,
+        qwen2.MCORE_FEED_FORWARD,
+        llama2.MCORE_AFTER,
+    ),
+)
+
+VISION_SIZES = {
+    **{axis: names for axis, names in qwen3_5.VISION_SIZES.items() if axis != "va"},
+    "vh": ("vision_config.num_heads", ""),
+}
+VISION_FORMULAS = (
+    *qwen3_5.VISION_FORMULAS,
+    ("ve", "vision_config.hidden_size / vision_config.num_heads"),
+)
+VISION_TINY = {
+    **{axis: size for axis, size in qwen3_5.VISION_TINY.items() if axis != "va"},
+    "vh": 2,
+    "ve": 5,
+}
+
 FAMILY: Family = replace(
     qwen3.FAMILY,
     name="qwen3_vl",
     title="Qwen 3 VL, dense",
     aliases=(),
-    layouts=("hf", "mlx"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         *VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
@@ -68,18 +151,20 @@ FAMILY: Family = replace(
         "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
         *MLX,
+        *MCORE,
     ),
     like={"mlx": ""},
     unquantized=UNQUANTIZED,
     architecture="Qwen3VLForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
-    formulas=(*qwen3_5.VISION_FORMULAS, ("e", "text_config.head_dim")),
+    formulas=(*VISION_FORMULAS, ("e", "text_config.head_dim")),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
-        **qwen3_5.VISION_SIZES,
+        **VISION_SIZES,
     },
     proofs=_proofs.get_proofs("hf", "mlx", mlx=_proofs.MLX_VLM),
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "qwen3_vl"},),
     megatron=None,
-    tiny={**qwen3.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},
+    tiny={**qwen3.FAMILY.tiny, **VISION_TINY, "w": 2},
 )

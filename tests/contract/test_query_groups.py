@@ -8,7 +8,9 @@ from tests.contract.tables import FAMILIES, mapped, moved, numbered, tiny, tiny_
 GROUPED = [
     name
     for name, family in FAMILIES.items()
-    if "mcore" in family.layouts and family.get_layout("mcore").leaves["q.{i}"].interleave_axis
+    if "mcore" in family.layouts
+    and (query := family.get_layout("mcore").leaves.get("q.{i}"))
+    and query.interleave_axis
 ]
 
 
@@ -42,3 +44,18 @@ def test_linear_qkv_interleaves_queries_keys_and_values_per_group(name):
     assert layers
     for layer in layers:
         assert (found[key.format(i=layer)] == together(values, family, layer)).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
+def test_vision_qkv_interleaves_parts_per_head(name):
+    """``merge_qkv_weights`` of Megatron-Bridge, with a query group for each head."""
+    family = FAMILIES[name]
+    shapes, heads = tiny(family, "hf"), tiny_sizes(family)["vh"]
+    values = numbered(shapes)
+    found = moved(mapped(family, "hf", "mcore", shapes), values)
+    for suffix in ("weight", "bias"):
+        parts = np.split(values[f"model.visual.blocks.0.attn.qkv.{suffix}"], 3)
+        by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+        expected = np.concatenate(by_head, axis=1).reshape(-1, *parts[0].shape[1:])
+        key = f"vision_model.decoder.layers.0.self_attention.linear_qkv.{suffix}"
+        assert (found[key] == expected).all()

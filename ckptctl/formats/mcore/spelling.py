@@ -38,7 +38,9 @@ _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
 _FSDP_PART = re.compile(r"\d+|\d*_w")
 _PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))(\.\w+)", re.DOTALL)
-_LAYERS, HALF_SUFFIXES = ".layers.", "wv"
+_STACK = re.compile(r"(.*?\.(?:layers|deepstack_merger_list))\.(.*)", re.DOTALL)
+"""Megatron-Bridge stores the mergers of Qwen 3 VL as it stores layers."""
+HALF_SUFFIXES = "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
 """Maximum number of layers and experts in tensor names and arguments."""
@@ -102,10 +104,11 @@ def parse_tensor_name(name: str) -> TensorNameParts:
         rest, expert = f"{single[1]}.experts.{single[3]}", int(single[2])
     elif single := _GROUPED.fullmatch(rest):
         rest, expert = f"{single[1]}.experts.{single[2]}", int(single[3])
-    container, dot, layer_name = rest.partition(_LAYERS)
-    if not dot:
+    stacked = _STACK.fullmatch(rest)
+    if stacked is None:
         return TensorNameParts(state_prefix + rest, expert=expert, half=half)
-    stack, numbered = container + _LAYERS[:-1], _LAYER.fullmatch(layer_name)
+    stack, layer_name = stacked[1], stacked[2]
+    numbered = _LAYER.fullmatch(layer_name)
     layer, suffix = (int(numbered[1]), numbered[2]) if numbered else (None, layer_name)
     return TensorNameParts(f"{state_prefix}{stack}.", suffix, stack, layer, expert, half)
 

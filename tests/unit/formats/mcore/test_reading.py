@@ -61,6 +61,17 @@ def model() -> dict[str, torch.Tensor]:
     return {f"{p}{name}": torch.randn(shape) for p in PREFIXES for name, shape in shapes.items()}
 
 
+def test_stacked_mergers_are_read_like_layers(tmp_path: Path) -> None:
+    """As Megatron-Bridge saves the vision tower of Qwen 3 VL."""
+    prefix, suffix = "vision_model.decoder.deepstack_merger_list", "linear_fc2.weight"
+    value = torch.randn(3, WIDTH, HIDDEN)
+    write(tmp_path / "run", {f"{prefix}.{suffix}": value})
+    catalog = formats.resolve_codecs(formats.open_checkpoint(tmp_path / "run"))
+    assert {name: entry.shape for name, entry in catalog.tensors.items()} == {
+        f"{prefix}.{place}.{suffix}": (WIDTH, HIDDEN) for place in range(3)
+    }
+
+
 def stacked(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return layers along dimension 0 of one tensor."""
     rows: dict[str, list[torch.Tensor]] = {}
