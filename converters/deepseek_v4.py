@@ -6,6 +6,7 @@ layout    where it is found
 hf        on the Hub, under the names of DeepSeek's own code; transformers 5 reads it
 hf-v5     in-memory names of transformers 5, without MTP layers
 hf-fresh  saved by transformers 5; no other program reads it
+mcore     Megatron-Bridge, with experts that are not packed
 ========  ======================================================================================
 
 ``layer_types`` or ``compress_ratios`` in config.json determine the layers that compress, and those
@@ -14,12 +15,13 @@ experts are packed, two numbers in a byte (``ed``, ``em``). All layouts rotate n
 the last part of each head, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
-shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.
+shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``; Megatron-Bridge's
+``deepseek_v4_bridge.py`` (0.6, ``mcore``), whose model Megatron-Core 0.19 does not have.
 """
 
 from ckptctl.planner.layouts import BLOCK_AXES, UNCHOSEN, Companion, Demand, Family, Tie
 
-from . import _proofs
+from . import _proofs, deepseek_v3
 
 ENDS = """
 logical         axes   hf            hf-v5                      hf-fresh
@@ -31,7 +33,9 @@ logical             axes       hf: layers.{i}.
 norm_1              d          attn_norm.weight
 attn_hc             hx hd      hc_attn_fn
 attn_hc_base        hx         hc_attn_base
-attn_hc_scale       hs         hc_attn_scale
+attn_hc_pre         one        hc_attn_scale#0
+attn_hc_post        one        hc_attn_scale#1
+attn_hc_res         one        hc_attn_scale#2
 q_a                 ql d       attn.wq_a.weight
 q_a_norm            ql         attn.q_norm.weight
 q_b                 (h e) ql   attn.wq_b.weight
@@ -64,7 +68,9 @@ EXPERTS = """
 norm_2              d       ffn_norm.weight
 ffn_hc              hx hd   hc_ffn_fn
 ffn_hc_base         hx      hc_ffn_base
-ffn_hc_scale        hs      hc_ffn_scale
+ffn_hc_pre          one     hc_ffn_scale#0
+ffn_hc_post         one     hc_ffn_scale#1
+ffn_hc_res          one     hc_ffn_scale#2
 router              x d     ffn.gate.weight
 expert_w1           x m ed  ffn.experts.{x}.w1.weight
 expert_w3           x m ed  ffn.experts.{x}.w3.weight
@@ -79,7 +85,9 @@ logical             hf-v5: model.layers.{i}.
 norm_1              input_layernorm.weight
 attn_hc             attn_hc.fn
 attn_hc_base        attn_hc.base
-attn_hc_scale       attn_hc.scale
+attn_hc_pre         attn_hc.scale#0
+attn_hc_post        attn_hc.scale#1
+attn_hc_res         attn_hc.scale#2
 q_a                 self_attn.q_a_proj.weight
 q_a_norm            self_attn.q_a_norm.weight
 q_b                 self_attn.q_b_proj.weight
@@ -101,7 +109,9 @@ index_norm          self_attn.compressor.indexer.kv_norm.weight
 norm_2              post_attention_layernorm.weight
 ffn_hc              ffn_hc.fn
 ffn_hc_base         ffn_hc.base
-ffn_hc_scale        ffn_hc.scale
+ffn_hc_pre          ffn_hc.scale#0
+ffn_hc_post         ffn_hc.scale#1
+ffn_hc_res          ffn_hc.scale#2
 router              mlp.gate.weight
 router_map          mlp.gate.tid2eid
 router_bias         mlp.gate.e_score_correction_bias
@@ -139,6 +149,75 @@ norm           d      norm.weight    model.norm.weight       model.norm.weight
 output         v d    head.weight    lm_head.weight          head.weight
 """
 
+MCORE_ENDS = """
+logical        mcore
+embed          embedding.word_embeddings.weight
+head_hc        decoder.hc_head_fn
+head_hc_base   decoder.hc_head_base
+head_hc_scale  decoder.hc_head_scale
+norm           decoder.final_layernorm.weight
+output         output_layer.weight
+"""
+
+MCORE_LAYER = """
+logical       mcore: decoder.layers.{i}.
+norm_1        input_layernorm.weight
+attn_hc       self_attention_hyper_connection.mapping_proj.weight
+attn_hc_base  self_attention_hyper_connection.bias
+attn_hc_pre   self_attention_hyper_connection.alpha_pre
+attn_hc_post  self_attention_hyper_connection.alpha_post
+attn_hc_res   self_attention_hyper_connection.alpha_res
+q_a           self_attention.linear_q_down_proj.weight
+q_a_norm      self_attention.q_layernorm.weight
+q_b           self_attention.linear_q_up_proj.weight
+kv            self_attention.linear_kv_proj.weight
+kv_norm       self_attention.kv_layernorm.weight
+sinks         self_attention.core_attention.attn_sink
+o_a           self_attention.linear_o_group_proj
+o_b           self_attention.linear_proj.weight
+norm_2        pre_mlp_layernorm.weight
+ffn_hc        mlp_hyper_connection.mapping_proj.weight
+ffn_hc_base   mlp_hyper_connection.bias
+ffn_hc_pre    mlp_hyper_connection.alpha_pre
+ffn_hc_post   mlp_hyper_connection.alpha_post
+ffn_hc_res    mlp_hyper_connection.alpha_res
+router        mlp.router.weight
+router_map    mlp.router.tid2eid
+router_bias   mlp.router.expert_bias
+expert_w1     mlp.experts.experts.linear_fc1.weight#0.1
+expert_w3     mlp.experts.experts.linear_fc1.weight#1.1
+expert_w2     mlp.experts.experts.linear_fc2.weight
+shared_w1     mlp.shared_experts.linear_fc1.weight#0
+shared_w3     mlp.shared_experts.linear_fc1.weight#1
+shared_w2     mlp.shared_experts.linear_fc2.weight
+"""
+
+MCORE_COMPRESSED = """
+logical      mcore: decoder.layers.{i}.self_attention.core_attention.
+comp_kv      compressor.linear_wkv.weight
+comp_gate    compressor.linear_wgate.weight
+comp_place   compressor.ape
+comp_norm    compressor.norm.weight
+index_q      indexer.linear_wq_b.weight
+index_heads  indexer.linear_weights_proj.weight
+index_kv     indexer.compressor.linear_wkv.weight
+index_gate   indexer.compressor.linear_wgate.weight
+index_place  indexer.compressor.ape
+index_norm   indexer.compressor.norm.weight
+"""
+
+MCORE_MTP = """
+logical        mcore: mtp.layers.{j}.
+next_embed     e_proj.weight
+next_hidden    h_proj.weight
+next_enorm     enorm.weight
+next_hnorm     hnorm.weight
+head_hc        hc_head_fn
+head_hc_base   hc_head_base
+head_hc_scale  hc_head_scale
+norm           final_layernorm.weight
+"""
+
 FRESH = "hf: layers.", "hf-fresh: model.layers."
 IN_MTP_LAYER = "hf: layers.{i}.", "hf: mtp.{j}."
 UNLISTED = {"mlp_layer_types": UNCHOSEN}
@@ -149,10 +228,14 @@ IN_FLOAT32 = (
     "sinks",
     "attn_hc",
     "attn_hc_base",
-    "attn_hc_scale",
+    "attn_hc_pre",
+    "attn_hc_post",
+    "attn_hc_res",
     "ffn_hc",
     "ffn_hc_base",
-    "ffn_hc_scale",
+    "ffn_hc_pre",
+    "ffn_hc_post",
+    "ffn_hc_res",
     "head_hc",
     "head_hc_base",
     "head_hc_scale",
@@ -163,7 +246,7 @@ IN_FLOAT32 = (
 FAMILY = Family(
     name="deepseek_v4",
     title="DeepSeek-V4 Flash, Pro",
-    layouts=("hf", "hf-v5", "hf-fresh"),
+    layouts=("hf", "hf-v5", "hf-fresh", "mcore"),
     tables=(
         ENDS,
         LAYERS,
@@ -173,6 +256,11 @@ FAMILY = Family(
         MTP_LAYER,
         (LAYER + ROUTED + EXPERTS).replace(*IN_MTP_LAYER),
         AFTER,
+        MCORE_ENDS,
+        MCORE_LAYER,
+        MCORE_COMPRESSED,
+        MCORE_MTP,
+        MCORE_LAYER.replace(*deepseek_v3.IN_MTP),
     ),
     architecture="DeepseekV4ForCausalLM",
     ties=(Tie("output", of="embed"),),
@@ -209,6 +297,7 @@ FAMILY = Family(
         "i": ("num_hidden_layers", ""),
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh"),
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "deepseek_v4"},),
     tiny=dict(
         v=24,
@@ -235,7 +324,6 @@ FAMILY = Family(
         hm=18,
         hd=32,
         hx=15,
-        hs=19,
         i=3,
         down=4,
         across=8,
