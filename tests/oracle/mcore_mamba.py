@@ -117,9 +117,9 @@ def scan(
 class Parts(LocalSpecProvider):  # type: ignore[misc]
     """Parts of mixture layers under the names of Transformer Engine's."""
 
-    def grouped_mlp_modules(self, *_: Any, **__: Any) -> Any:
+    def grouped_mlp_modules(self, *wanted: bool) -> Any:
         """Return experts that are computed one after the other."""
-        return super().grouped_mlp_modules(False, False)
+        return super().grouped_mlp_modules(*(False for _ in wanted))
 
 
 @cache
