@@ -8,7 +8,7 @@ import torch
 
 from tests.oracle.mcore_build import build
 from tests.oracle.mcore_models import Ranks, Recipe
-from tests.oracle.mcore_ranks import load, save
+from tests.oracle.mcore_ranks import listed, load, save
 
 
 def further(
@@ -34,3 +34,8 @@ def further(
     with torch.no_grad():
         joined = model.mtp.layers[0]._concat_embeddings(hidden, embedded)
     torch.save(joined, out / "joined.pt")
+
+
+def names(rank: int, world: int, out: Path, recipe: Recipe) -> None:
+    """Write the keys of every tensor that the model saves: ``names.pt``."""
+    torch.save([*listed(build(recipe, Ranks()), "separate")], out / "names.pt")

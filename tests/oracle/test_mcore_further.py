@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
+from ckptctl.families import load_families
 from tests.checkpoints.readers import differences, load_any_reference
 from tests.gloo import run_on_ranks
 from tests.oracle.models import TOLERANCE, distance
@@ -130,3 +132,16 @@ def test_mtp_layers_convert_to_mcore_and_back(name: str, tmp_path: Path) -> None
     assert not differences(
         back, {key: state[key] for key in state.keys() - further.repeated.keys()}
     )
+
+
+def test_mtp_names_of_hybrid_model_match_live_model(tmp_path: Path) -> None:
+    if version("megatron-core").startswith("0.16."):
+        pytest.skip("hybrid models of Megatron-Core 0.16 have no MTP layers")
+    made = recipe("nemotron_h.latent")
+    options = {**made.options, "mtp_num_layers": 1}
+    made = made._replace(options=options, pattern=f"{made.pattern}/*E")
+    run_on_ranks("tests.oracle.mcore_further_ranks:names", [1], tmp_path, made, timeout=240)
+    found = torch.load(tmp_path / "names.pt", weights_only=True)
+    leaves = load_families()["nemotron_h"].get_layout("mcore").leaves
+    expected = {leaf.key.text for name, leaf in leaves.items() if name.startswith("mtp")}
+    assert {name for name in found if name.startswith("mtp")} == expected
