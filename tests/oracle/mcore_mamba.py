@@ -84,7 +84,7 @@ class GatedNorm(torch.nn.Module):
     def forward(self, value: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply by the gate, then norm."""
         gated = value * torch.nn.functional.silu(gate)
-        groups = gated.unflatten(-1, (-1, self.group_size))
+        groups = gated.view(*gated.shape[:-1], -1, self.group_size)
         normed = torch.nn.functional.rms_norm(groups, (self.group_size,), eps=self.eps)
         return normed.flatten(-2) * self.weight
 
@@ -134,7 +134,7 @@ def _modules() -> Modules:
     fakes[f"{folders[-1]}.ssd_combined"].mamba_split_conv1d_scan_combined = scan
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(INFERENCE, mock.Mock())
-    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    mixer: Any = importlib.import_module("megatron.core.ssm.mamba_mixer")
     with mock.patch.dict(sys.modules, fakes):
         importlib.reload(mixer)
     mixer.get_cuda_rng_tracker = NoTracker
