@@ -1,6 +1,7 @@
 """Programs whose logits validate the layouts of families, with the versions of the tests."""
 
 TRANSFORMERS = "transformers 5.24"
+MLX_LM = "mlx-lm 0.32.2"
 MLX_VLM = "mlx-vlm 0.7.10"
 _DEFAULT_PROGRAMS = {
     "hf": TRANSFORMERS,
@@ -11,7 +12,7 @@ _DEFAULT_PROGRAMS = {
     "torchtitan@0.3": "torchtitan 0.3.0",
     "torchtitan@0.2": "torchtitan 0.2.2",
     "llm-compressor": "llm-compressor 0.14.0",
-    "mlx": "mlx-lm 0.32.2",
+    "mlx": MLX_LM,
     "gguf": f"{TRANSFORMERS}, from GGUF",
     "meta": "llama-models 0.3.0",
     "mistral": "mistral-inference 1.6.0",

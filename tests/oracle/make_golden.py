@@ -1,4 +1,4 @@
-"""Write ``tests/data/golden`` from transformers' tiny models: run it after the logits agree.
+"""Write ``tests/data/golden`` from tiny models of other programs: run it after the logits agree.
 
 ``python -m tests.oracle.make_golden [NAME...]``
 """
@@ -17,13 +17,13 @@ from ckptctl.errors import CkptError
 from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, digest, family_of
 from tests.checkpoints.readers import load_any_reference
-from tests.oracle.hf_models import random_model, save
+from tests.oracle import hf_models, mlx_models
 from tests.oracle.tiny import TINY
 
 
 def main(chosen: list[str]) -> None:
     known = load_families()
-    for name in chosen or TINY:
+    for name in chosen or (*TINY, *mlx_models.TINY):
         if family_of(name) in known:
             with tempfile.TemporaryDirectory() as folder:
                 golden(name, Path(folder)).write(name)
@@ -31,7 +31,10 @@ def main(chosen: list[str]) -> None:
 
 def golden(name: str, folder: Path) -> Golden:
     """Return the golden model called *name*."""
-    save(random_model(TINY[name]()), folder / "model")
+    if name in mlx_models.TINY:
+        mlx_models.save(name, folder / "model")
+    else:
+        hf_models.save(hf_models.random_model(TINY[name]()), folder / "model")
     tensors = {
         key: (str(value.dtype).removeprefix("torch."), list(value.shape))
         for key, value in sorted(load_any_reference(folder / "model").items())

@@ -9,7 +9,7 @@ from tests.oracle.tiny import TINY, family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
-from tests.oracle import gguf_files, mcore_models
+from tests.oracle import gguf_files, mcore_models, mlx_models
 from tests.oracle.peers import PEERS
 from tests.oracle.test_families import in_memory_layout
 
@@ -48,6 +48,7 @@ def compared() -> set[tuple[str, str]]:
         family = family_of(name)
         if family in known:
             found |= {(family, "hf"), (family, in_memory_layout(name, family))}
+    found |= {(family_of(name), one) for name in mlx_models.TINY for one in ("hf", "mlx")}
     found |= {(family_of(name), "mcore") for name in mcore_models.MODELS}
     found |= {(family_of(name), "mcore-local") for name in mcore_models.MODELS}
     found |= {(family_of(name), "gguf") for name in {*gguf_files.NAMES} - {*gguf_files.UNREAD}}
