@@ -279,13 +279,13 @@ def evaluate_formula(formula: str, values: Mapping[str, int]) -> int | None:
 
 
 def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
-    """Read the numbers of inserted layers from each config.json field in :attr:`Shift.place`.
+    """Read the numbers of inserted layers from each config.json field in :attr:`Shift.list_field`.
 
     Raises:
         MappingError: A field is not a list of layer numbers.
     """
     lists: dict[str, list[int]] = {}
-    for name in {shift.place for shift in family.shifts} - {"after"}:
+    for name in {shift.list_field for shift in family.shifts} - {""}:
         value = get_nested(config or {}, name)
         if value is None:
             continue

@@ -33,6 +33,7 @@ from ckptctl.planner.families.declarations import (
     BLOCK_AXES,
     META,
     PRESENT,
+    SECOND_HALF,
     SIZES,
     Companion,
     Conditions,
@@ -61,6 +62,7 @@ __all__ = [
     "MLX",
     "NEEDED",
     "PRESENT",
+    "SECOND_HALF",
     "SIZES",
     "UNCHOSEN",
     "Companion",
@@ -93,6 +95,7 @@ a head by removing the prefix.
 """
 SAVED_LAYOUTS = (HF, "hf-v5", "hf-fresh")
 """Layouts in which transformers saves models."""
+EXPERT_AXIS = "x"
 LIST_LAYOUTS = "run `ckptctl models` to list the layouts of each model type"
 _BASE_SUFFIX = "-base"
 
@@ -356,6 +359,12 @@ class Family:
                 for key in [tensor.leaves[name].key.text]
             )
         )
+
+    @cached_property
+    def expert_axes(self) -> frozenset[str]:
+        """Axes whose entries are experts, also of a kind that a layout numbers after others."""
+        second_kinds = (shift.index for shift in self.shifts if shift.into == EXPERT_AXIS)
+        return frozenset((EXPERT_AXIS, *second_kinds))
 
     def list_shifts(self, layout: str) -> list[Shift]:
         """List the declared shifts of *layout*, which describe how it numbers different layers."""

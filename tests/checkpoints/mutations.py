@@ -41,8 +41,9 @@ def _with(config: Config, fact: str, value: Any, *, gone: bool = False) -> dict[
     *path, last = fact.split(".")
     for key in path:
         inner = inner[key]
+    place = int(last) if isinstance(inner, list) else last
     if gone:
-        del inner[last]
+        del inner[place]
     else:
-        inner[last] = value
+        inner[place] = value
     return changed

@@ -99,9 +99,9 @@ def tiny(
 def tiny_lists(family: Family, sizes: Mapping[str, int]) -> dict[str, list[int]]:
     """Where config.json would say that layers are inserted: at the odd numbers."""
     return {
-        shift.place: [2 * n + 1 for n in range(sizes[shift.index])]
+        shift.list_field: [2 * n + 1 for n in range(sizes[shift.index])]
         for shift in family.shifts
-        if shift.place != "after"
+        if shift.list_field
     }
 
 

@@ -1,6 +1,7 @@
 """What ``ckptctl map`` says of a key, held against what a conversion does with the tensors."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -38,12 +39,17 @@ def part(array, ranges, sizes):
 
 
 def filled(key, axes, sizes):
-    """Yield *key* with every combination of the axes that are left in it, and their values."""
-    for spelled in Template.parse(key).word_variants:
+    """Yield *key* with every combination of the axes that are left in it, and their values.
+
+    An axis may have an offset, as in ``{y+4}``.
+    """
+    offsets = {axis: int(plus) for axis, plus in re.findall(r"\{([a-z]+)\+(\d+)\}", key)}
+    for spelled in Template.parse(re.sub(r"\+\d+\}", "}", key)).word_variants:
         left = [axis for axis in axes if f"{{{axis}}}" in spelled.text]
         for values in itertools.product(*(range(sizes[axis]) for axis in left)):
             named = dict(zip(left, values, strict=True))
-            yield spelled.text.format(**named), dict(spelled.fixed) | named
+            numbers = {axis: n + offsets.get(axis, 0) for axis, n in named.items()}
+            yield spelled.text.format(**numbers), dict(spelled.fixed) | named
 
 
 @pytest.mark.parametrize(

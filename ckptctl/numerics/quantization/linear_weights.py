@@ -14,7 +14,7 @@ from typing import Literal
 from ckptctl.numerics.quantization.recipes import WEIGHT
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor, Leaf
 
-VOCABULARY_AXIS, EXPERT_AXIS, HIDDEN_AXIS = "v", "x", "d"
+VOCABULARY_AXIS, HIDDEN_AXIS = "v", "d"
 Role = Literal["linear", "experts", "stacked", "other"]
 
 FUSED_MODULES = (
@@ -60,7 +60,7 @@ class TensorRoles:
     @property
     def has_stacked_experts(self) -> bool:
         """Whether the layout stores all experts of a layer stacked in one tensor."""
-        return any(_is_expert_stack(leaf) for leaf in self._leaves.values())
+        return any(self._is_expert_stack(leaf) for leaf in self._leaves.values())
 
     def get_role(self, key: str, shape: Sequence[int]) -> Role:
         """Return the role of the tensor *key*.
@@ -83,18 +83,19 @@ class TensorRoles:
         if not is_language_weight or stem in self._family.unquantized:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
-        if _is_expert_stack(leaf):
+        if self._is_expert_stack(leaf):
             is_readable = _is_readable_stack(leaf) and not self._family.experts_apart
             return "experts" if is_readable else "stacked"
         if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
             return "other"
         rows = leaf.dims[0]
         is_head_gate = len(rows) == 1 and rows[0] in self._head_axes
-        return "other" if is_head_gate or axes & {VOCABULARY_AXIS, EXPERT_AXIS} else "linear"
+        excluded_axes = {VOCABULARY_AXIS, *self._family.expert_axes}
+        return "other" if is_head_gate or axes & excluded_axes else "linear"
 
-
-def _is_expert_stack(leaf: Leaf) -> bool:
-    return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERT_AXIS,)
+    def _is_expert_stack(self, leaf: Leaf) -> bool:
+        is_by_expert = len(leaf.dims) == 3 and len(leaf.dims[0]) == 1
+        return is_by_expert and leaf.dims[0][0] in self._family.expert_axes
 
 
 def _is_readable_stack(leaf: Leaf) -> bool:

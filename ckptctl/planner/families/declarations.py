@@ -17,11 +17,16 @@ from ckptctl.results import JsonField
 
 
 def get_nested(values: Mapping[str, object], name: str) -> object:
-    """Return the value of a dotted *name* in nested objects, or None if it is missing."""
+    """Return the value of a dotted *name* in nested objects, or None if it is missing.
+
+    The last part may be the position of an entry of a list, counted from 0.
+    """
     if name in values:
         return values[name]
     head, _, tail = name.partition(".")
     inner = values.get(head)
+    if isinstance(inner, list) and tail.isdecimal():
+        return inner[int(tail)] if int(tail) < len(inner) else None
     return get_nested(inner, tail) if tail and isinstance(inner, Mapping) else None
 
 
@@ -52,6 +57,8 @@ def has_field(values: Mapping[str, object], name: str) -> bool:
     """Return whether a config has a field with the dotted *name*, even if it is null."""
     outer, _, last = name.rpartition(".")
     inner = get_nested(values, outer) if outer else values
+    if isinstance(inner, list) and last.isdecimal():
+        return int(last) < len(inner)
     return isinstance(inner, Mapping) and last in inner
 
 
@@ -275,16 +282,24 @@ class Tie:
     stored_in: Annotated[tuple[str, ...], JsonField("layouts that store both tensors")] = ()
 
 
+AFTER, SECOND_HALF = "after", "second half"
+"""Values of :attr:`Shift.place` that do not depend on a field of config.json."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shift:
     """Two kinds of layers that a layout numbers consecutively, with one index for both kinds.
 
+    Also two kinds of experts, whose indices are axes that the layout spreads over keys.
+
     Attributes:
         layout: Name of the layout.
-        index: Index of the inserted layers, which are recognized by keys that only they have.
+        index: Index of the inserted layers.
         into: Index of the regular layers, among which the others are inserted.
-        place: ``after`` if the inserted layers follow all regular layers, or the field of
-            config.json that lists the numbers of the inserted layers.
+        place: ``after`` if the inserted layers follow all regular layers. They are recognized by
+            keys that only they have. ``second half`` if there are as many inserted as regular
+            entries, with the same keys, and they follow all regular ones. Otherwise, the field of
+            config.json that lists the numbers of the inserted layers, which also have own keys.
         nested: Whether each inserted layer has the number of the regular layer that follows it, so
             that regular layers are numbered without gaps. *place* always counts both kinds.
     """
@@ -292,8 +307,13 @@ class Shift:
     layout: str
     index: str
     into: str
-    place: str = "after"
+    place: str = AFTER
     nested: bool = False
+
+    @property
+    def list_field(self) -> str:
+        """Field of config.json that lists the inserted layers, or empty if there is none."""
+        return "" if self.place in (AFTER, SECOND_HALF) else self.place
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from ckptctl.planner.families.declarations import AFTER
 from ckptctl.planner.families.tables import Dims, Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Family
@@ -35,7 +36,6 @@ PEFT_PREFIX = "base_model.model."
 PEFT_LAYOUTS = ("peft", "peft-v5")
 FACTOR_ROLES = ("lora_a", "lora_b", "magnitude")
 EMBEDDING_TENSOR = "embed"
-EXPERT_AXIS = "x"
 """Name of the axis that enumerates experts."""
 COPY_INFIXES = {"saved": "", "beneath": ".base_layer"}
 """Key infixes of complete tensors in an adapter, which replace a layer or are its base layer."""
@@ -135,9 +135,10 @@ def derive_adapter_family(base: Family) -> Family:
 
     It has the layouts of *base* in which programs write adapters. Layout names are the same, except
     that ``peft`` replaces ``hf``. Layouts that insert layers at positions from a
-    config are excluded.
+    config are excluded, and those that number two kinds of experts in halves: an adapter may have
+    any subset of experts, so its keys do not show the halves.
     """
-    inserting_layouts = {shift.layout for shift in base.shifts if shift.place != "after"}
+    inserting_layouts = {shift.layout for shift in base.shifts if shift.place != AFTER}
     namings = {
         name: naming
         for model in base.layouts
@@ -300,7 +301,8 @@ def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list
         key
         for group in groups
         if all(
-            _is_linear(leaf) and (EXPERT_AXIS,) not in leaf.dims for _, leaf in group.stored.parts
+            _is_linear(leaf) and not any((axis,) in leaf.dims for axis in family.expert_axes)
+            for _, leaf in group.stored.parts
         )
         for key in group.keys
         if not _is_embedding(key)

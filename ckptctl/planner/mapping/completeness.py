@@ -17,6 +17,7 @@ from ckptctl.errors import (
     format_option,
     quote_names,
 )
+from ckptctl.planner.families.declarations import AFTER
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -86,7 +87,7 @@ def find_missing_keys(
         max_keys: Maximum number of keys to list, or None for a default limit.
     """
     # MTP layers, which follow all others, are often omitted.
-    trailing_indices = {shift.index for shift in family.shifts if shift.place == "after"}
+    trailing_indices = {shift.index for shift in family.shifts if shift.place == AFTER}
     counted_indices = {
         index for tensor in family.tensors.values() for index in tensor.indices
     } - trailing_indices

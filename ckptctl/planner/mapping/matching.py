@@ -281,13 +281,14 @@ def format_key(
 ) -> str:
     """Format the key of a logical tensor in *layout* for the given index *values*.
 
-    If *numbering* is None, each kind of layers is numbered from 0.
+    If *numbering* is None, each kind of layers and of experts is numbered from 0.
     """
     leaf = layout.leaves[tensor.name]
     indices = dict(zip(tensor.indices, values, strict=True))
+    indices |= zip(leaf.spread_axes, position, strict=True)
     if numbering is not None:
         indices = numbering.to_stored(indices)
-    return leaf.key.format_key(indices | dict(zip(leaf.spread_axes, position, strict=True)))
+    return leaf.key.format_key(indices)
 
 
 def list_index_values(tensor: LogicalTensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:

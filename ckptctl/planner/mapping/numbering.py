@@ -2,8 +2,9 @@
 
 In Llama 3.2 Vision, Hugging Face numbers cross-attention layers together with the decoder layers
 among which they are inserted. torchtune gives each of them the number of the decoder layer that
-follows it. In DeepSeek-V3, Hugging Face numbers MTP layers after the decoder layers. Other layouts
-number each kind of layers from 0.
+follows it. In DeepSeek-V3, Hugging Face numbers MTP layers after the decoder layers. In ERNIE 4.5
+VL, it numbers the experts of pictures after those of text. Other layouts number each kind of layers
+or experts from 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptctl.errors import MappingError, format_option
+from ckptctl.planner.families.declarations import AFTER, SECOND_HALF
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import pluralize
@@ -91,16 +93,32 @@ def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> La
     shifts = family.list_shifts(layout)
     if not shifts:
         return LayerNumbering()
-    table = _build_inserted_table(family.get_layout(layout), tuple(shifts))
-    numbers_by_index: dict[str, set[int]] = {shift.index: set() for shift in shifts}
-    for key in (key for kind in kinds if table.list_entries(kind.skeleton) for key in kind.keys):
-        match = table.find_match(key)
-        if match:
-            numbers_by_index[match[0].index].add(match[1][match[0].index])
-    return LayerNumbering(
-        {index: tuple(sorted(numbers)) for index, numbers in numbers_by_index.items()},
-        _map_inserted_to_outer_indices(shifts),
-    )
+    halves = [shift for shift in shifts if shift.place == SECOND_HALF]
+    own_keys = [shift for shift in shifts if shift.place != SECOND_HALF]
+    table = _build_inserted_table(family.get_layout(layout), tuple(own_keys))
+    numbers_by_index: dict[str, set[int]] = {shift.index: set() for shift in own_keys}
+    key_kinds = list(kinds) if halves else kinds
+    for kind in key_kinds:
+        for key in kind.keys if table.list_entries(kind.skeleton) else ():
+            match = table.find_match(key)
+            if match:
+                numbers_by_index[match[0].index].add(match[1][match[0].index])
+    inserted = {index: tuple(sorted(numbers)) for index, numbers in numbers_by_index.items()}
+    for shift in halves:
+        count = _count_entries(family.get_layout(layout), shift, key_kinds)
+        inserted[shift.index] = tuple(range(count - count // 2, count))
+    return LayerNumbering(inserted, _map_inserted_to_outer_indices(shifts))
+
+
+def _count_entries(layout: Layout, shift: Shift, kinds: Iterable[KeyKind]) -> int:
+    """Return the highest number of the regular and inserted entries of *shift*, plus 1."""
+    count = 0
+    for kind in kinds:
+        for template, _ in layout.table.list_entries(kind.skeleton):
+            if shift.index in template.slots and len(template.slots) == len(kind.columns):
+                column = kind.columns[template.slots.index(shift.index)]
+                count = max(count, max(column) + 1)
+    return count
 
 
 @lru_cache(maxsize=64)
@@ -130,11 +148,12 @@ def compute_numbering(
     Args:
         family: The model type.
         layout: Layout of the new checkpoint.
-        counts: Number of layers of each index.
+        counts: Number of layers of each index, and of entries of each axis.
         lists: Lists of layer numbers from the config, by config field.
 
     Raises:
-        MappingError: The config does not list the positions of inserted layers.
+        MappingError: The config does not list the positions of inserted layers, or a layout that
+            numbers two kinds of entries in halves has more of one kind.
     """
     numbers_by_index: dict[str, tuple[int, ...]] = {}
     shifts = family.list_shifts(layout)
@@ -142,7 +161,12 @@ def compute_numbering(
         count = counts.get(shift.index, 0)
         first = counts.get(shift.into, 0)
         stated_numbers = lists.get(shift.place)
-        if shift.place == "after":
+        if shift.place == SECOND_HALF and first != count:
+            raise MappingError(
+                f"layout `{layout}` requires as many of `{shift.index}` as of `{shift.into}`",
+                why=f"the model has {count:,} and {first:,}, and the layout numbers them in halves",
+            )
+        if shift.place in (AFTER, SECOND_HALF):
             numbers_by_index[shift.index] = tuple(range(first, first + count))
         elif count == 0:
             numbers_by_index[shift.index] = ()

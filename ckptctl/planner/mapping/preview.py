@@ -14,6 +14,7 @@ from typing import Annotated
 
 from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.planner.axes import Axes, AxisSizes, solve_axis_sizes
+from ckptctl.planner.families.declarations import AFTER, SECOND_HALF
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Drop, Family, Layout, LayoutTensor, Tie
 from ckptctl.planner.mapping.completeness import list_similar_keys
@@ -222,6 +223,7 @@ class KeyRouter:
         Layers are numbered as in the family.
         """
         meanings = list(self.source.iterate_matches(route.key))
+        shifts = self.family.list_shifts(self.source.name)
         numbering = self._find_numbering(
             self.source, [n for _, indices in meanings for n in indices.values()]
         )
@@ -230,13 +232,12 @@ class KeyRouter:
                 logical = numbering.to_logical(values)
                 if logical is not None:
                     return meaning, logical
-            elif not values.keys() & {
-                shift.index for shift in self.family.list_shifts(self.source.name)
-            }:
-                if values:
+            elif not values.keys() & {shift.index for shift in shifts}:
+                for shift in (shift for shift in shifts if shift.into in values):
+                    kind = "layers" if shift.place != SECOND_HALF else "entries"
                     route.notes.append(
-                        f"treated as one of the first {self.family.describe_size('i')} layers; the "
-                        "numbers of layers of another kind depend on the model (pass "
+                        f"treated as one of the first {self.family.describe_size(shift.into)} "
+                        f"{kind}; the numbers of {kind} of another kind depend on the model (pass "
                         f"{format_option('--set')} or {format_option('--config')})"
                     )
                 return meaning, values
@@ -295,7 +296,7 @@ class KeyRouter:
         stored, target_leaf = self.target.stored_by_name[name], self.target.leaves[name]
         is_renumbered = any(
             shift.index in values
-            or (shift.into in values and not shift.nested and shift.place != "after")
+            or (shift.into in values and not shift.nested and bool(shift.list_field))
             for shift in self.family.list_shifts(self.target.name)
         )
         if is_renumbered and self._find_numbering(self.target, values.values()) is None:
@@ -443,7 +444,9 @@ class KeyRouter:
         """
         counts = dict(self.counts)
         for shift in self.family.list_shifts(layout.name):
-            if shift.place == "after" and shift.into in counts:
+            if shift.place == SECOND_HALF and shift.into in counts:
+                counts[shift.index] = counts[shift.into]
+            elif shift.place == AFTER and shift.into in counts:
                 counts[shift.index] = max(counts.get(shift.index, 0), 1, *(n + 1 for n in numbers))
             elif shift.place in self.lists:
                 counts[shift.index] = len(self.lists[shift.place])
@@ -452,11 +455,23 @@ class KeyRouter:
         return compute_numbering(self.family, layout.name, counts, self.lists)
 
     def _format_key(self, layout: Layout, leaf: Leaf, values: KnownIndices) -> str:
-        """Format the key of *leaf* in *layout*, with placeholders for indices without a value."""
+        """Format the key of *leaf* in *layout*, with placeholders for indices without a value.
+
+        An index that is numbered after another one has the placeholder ``{y+x}``, or ``{y+4}`` if
+        the number of entries of the other one is known.
+        """
         numbering = self._find_numbering(layout, values.values())
         numbers = numbering.to_stored(values) if numbering else values
+        offsets = {
+            shift.index: f"+{self.counts.get(shift.into, shift.into)}"
+            for shift in self.family.list_shifts(layout.name)
+            if shift.place == SECOND_HALF
+        }
         return leaf.key.format_key(
-            {index: numbers.get(index, f"{{{index}}}") for index in leaf.key.indices}
+            {
+                index: numbers.get(index, f"{{{index}{offsets.get(index, '')}}}")
+                for index in leaf.key.indices
+            }
         )
 
     def _ambiguous_error(self, layout: Layout) -> MappingError:

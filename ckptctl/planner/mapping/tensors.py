@@ -11,6 +11,7 @@ from itertools import groupby, islice
 from ckptctl.catalog import build_computed_name
 from ckptctl.errors import MappingError, UnmappedTensorError, format_option, quote_names
 from ckptctl.notes import Notes
+from ckptctl.planner.families.declarations import AFTER
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -213,7 +214,8 @@ class _TensorMapper:
         require_numbering(
             self.family, self.source.layout.name, self.source.matched.numbering, lists
         )
-        self.numbering = compute_numbering(self.family, self.target.name, self.source.counts, lists)
+        counts = {**self.sizes, **self.source.counts}
+        self.numbering = compute_numbering(self.family, self.target.name, counts, lists)
         self.fused_part_check = FusedPartCheck(
             self.source, self.target, self.numbering, may_be_missing
         )
@@ -487,7 +489,7 @@ class _TensorMapper:
         elif len(quantized) < len(unmapped):
             why = f"the layout cannot express a model with these tensors; {names}"
             hints.append(f"skip them with {format_option('--exclude')}")
-        trailing_indices = {shift.index for shift in self.family.shifts if shift.place == "after"}
+        trailing_indices = {shift.index for shift in self.family.shifts if shift.place == AFTER}
         if all(
             trailing_indices & {*tensor.indices} for tensor in unmapped.values()
         ):  # layers after all others
