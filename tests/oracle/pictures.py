@@ -211,7 +211,16 @@ def _gemma4_unified(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _ernie(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
+    vision = config.vision_config
+    given = _in_patches(config, ids, (4, 6), vision.in_channels * vision.patch_size**2)
+    kinds = (given["input_ids"] == config.image_token_id).int()
+    return given | {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}
+
+
 _BUILDERS = {
+    "ernie4_5_vl_moe": _ernie,
     "mllama": _mllama,
     "llama4": _llama4,
     "gemma3": _gemma3,

@@ -17,7 +17,7 @@ from tests.oracle import hf_models
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 FRESH = (
-    *("kimi_k25", "deepseek_v4", "kimi_linear", "bailing_hybrid", "hy_v4"),
+    *("kimi_k25", "deepseek_v4", "kimi_linear", "bailing_hybrid", "hy_v4", "ernie4_5_vl_moe"),
     *("llava", "llava_next", "llava_onevision", "paligemma", "paligemma.gemma2"),
 )
 FROM_HUB = ("llava", "paligemma")

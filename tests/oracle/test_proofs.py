@@ -28,7 +28,14 @@ ELSEWHERE = {
     **{
         (name, "hf-fresh"): "test_fresh.py"
         for name in (
-            *("kimi_k25", "deepseek_v4", "kimi_linear", "bailing_hybrid", "hy_v4"),
+            *(
+                "kimi_k25",
+                "deepseek_v4",
+                "kimi_linear",
+                "bailing_hybrid",
+                "hy_v4",
+                "ernie4_5_vl_moe",
+            ),
             *("llava", "llava_next", "llava_onevision", "paligemma"),
         )
     },

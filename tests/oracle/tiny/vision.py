@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    Ernie4_5_VLMoeConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     Idefics3Config,
@@ -209,7 +210,43 @@ def muse_spark() -> PretrainedConfig:
     )
 
 
+def ernie4_5_vl_moe() -> PretrainedConfig:
+    """ERNIE 4.5 VL: a dense layer, then 4 experts of text and 4 smaller ones of pictures."""
+    return Ernie4_5_VLMoeConfig(
+        text_config={
+            **TEXT,
+            "vocab_size": MULTIMODAL_VOCAB,
+            "moe_intermediate_size": [28, 12],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500000.0,
+                "mrope_section": [3, 3, 2],
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 24,
+            "num_heads": 3,
+            "intermediate_size": 48,
+            "patch_size": 4,
+        },
+        image_start_token_id=130,
+        image_end_token_id=131,
+        image_token_id=132,
+        video_start_token_id=133,
+        video_end_token_id=134,
+        video_token_id=135,
+        tie_word_embeddings=True,
+    )
+
+
 TINY = {
+    "ernie4_5_vl_moe": ernie4_5_vl_moe,
     "qwen2_vl": qwen2_vl,
     "internvl": internvl,
     "internvl.qwen3": internvl_qwen3,
