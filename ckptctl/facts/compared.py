@@ -26,8 +26,7 @@ def list_compared_layer_facts(family: Family) -> Iterator[str]:
     for layer_kind in family.kinds:
         yield from (*layer_kind.facts, *filter(None, (layer_kind.but,)))
     for demand in family.demands:
-        fact_names = (*demand.when, *demand.kinds[:1], demand.first, demand.after, demand.but_last)
-        yield from (str(name) for name in fact_names if name)
+        yield from demand.facts
     yield from map_switches_to_tensors(family)
     yield from (
         f"{module}{name}" for module in _list_module_prefixes() for name in ("tie_word_embeddings",)

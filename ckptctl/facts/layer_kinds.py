@@ -181,7 +181,7 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
         numbers = values[layer_kind.numbers]
         if not isinstance(numbers, list):
             return None
-        layers &= {layer for layer in numbers if isinstance(layer, int)}
+        layers &= {layer - layer_kind.start for layer in numbers if isinstance(layer, int)}
     excluded = values.get(layer_kind.but)
     return frozenset(layers - {*excluded} if isinstance(excluded, list) else layers)
 

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
 
 
-LAYER_INDEX = "i"
-"""Index of the decoder layers that config.json counts. MTP layers have another index."""
-
-
 def find_required_tensors(
     family: Family, config: Json | None, matched: MatchedKeys | None
 ) -> frozenset[Slot]:
@@ -66,7 +62,7 @@ def _iterate_required_indices(
     yield from (
         indices
         for indices in all_indices
-        if indices[-1] in layers and tensor.indices[-1] == LAYER_INDEX
+        if indices[-1] in layers and tensor.indices[-1] == demand.index
     )
 
 
@@ -77,7 +73,10 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
     """
     first_layer = _read_number(values, demand.after, 0)
     end_layer = _read_number(values, demand.first, total)
-    excluded_last = _read_number(values, demand.but_last, 0) or 0
+    is_stated = demand.but_last.isdecimal()
+    excluded_last = (
+        int(demand.but_last) if is_stated else _read_number(values, demand.but_last, 0) or 0
+    )
     if first_layer is None or end_layer is None:
         return frozenset()
     layers = range(first_layer, min(end_layer, total - excluded_last))

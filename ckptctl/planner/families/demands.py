@@ -34,6 +34,9 @@ class FalsyCondition:
 
 CHOSEN, UNCHOSEN = TruthyCondition(), FalsyCondition()
 
+LAYER_INDEX = "i"
+"""Index of the decoder layers that config.json counts. MTP layers have another index."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigDeclaration:
@@ -73,9 +76,11 @@ class Demand(ConfigDeclaration):
         when: Conditions on config.json, or empty if the rule always applies.
         kinds: Field of config.json that lists the layer types, followed by the types that need the
             tensors. Empty for all layers.
-        but_last: Field with the number of last layers to exclude, or empty to exclude none.
+        but_last: Field with the number of last layers to exclude, or that number. Empty to exclude
+            none.
         first: Field with the number of first layers to include, or empty to include all.
         after: Field with the number of first layers to exclude, or empty to exclude none.
+        index: Index of the layers.
     """
 
     names = ("when", "kinds", "but_last", "first", "after")
@@ -85,6 +90,13 @@ class Demand(ConfigDeclaration):
     but_last: str = ""
     first: str = ""
     after: str = ""
+    index: str = LAYER_INDEX
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Fields of config.json that determine the tensors and layers."""
+        counts = (self.first, self.after, "" if self.but_last.isdecimal() else self.but_last)
+        return tuple(str(name) for name in (*self.when, *self.kinds[:1], *counts) if name)
 
     @property
     def is_by_layer(self) -> bool:
@@ -106,6 +118,7 @@ class LayerKind(ConfigDeclaration):
         first: Field with the number of first layers that have the variant.
         after: Field with the number of first layers that do not have it.
         numbers: Field that lists the numbers of layers that have the variant.
+        start: Number of the first layer in *numbers*.
         but: Field that lists the numbers of layers that do not have it.
         every: Field with a period. Every layer whose number, counted from 1, is a multiple of the
             period has the variant.
@@ -125,6 +138,7 @@ class LayerKind(ConfigDeclaration):
     every: str = ""
     offset: str = ""
     last: str = ""
+    start: int = 0
 
     @property
     def facts(self) -> tuple[str, ...]:
