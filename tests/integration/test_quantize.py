@@ -87,7 +87,9 @@ def agree(tmp_path: Path, name: str, start: Path) -> None:
 
 def _stacked(folder: Path) -> list[str]:
     """Return the names of experts that are stacked in one tensor."""
-    matrices = (key for key, one in read(folder).items() if one.dim() == 3)
+    # Inkling also stacks its shared experts, which are never quantized.
+    found = {key: one for key, one in read(folder).items() if ".shared_experts.shared_w" not in key}
+    matrices = (key for key, one in found.items() if one.dim() == 3)
     return [key for key in matrices if "experts" in key or "block_sparse_moe" in key]
 
 

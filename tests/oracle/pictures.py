@@ -158,6 +158,18 @@ def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     return _in_patches(config, ids, (6, 6), vision.patch_temporal * 3 * vision.patch_size**2)
 
 
+def _inkling(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Return two pictures of one patch each, which is a token, and two frames of sound."""
+    vision, audio = config.vision_config, config.audio_config
+    ids[:, 20:22] = config.audio_token_id
+    shape = (vision.temporal_patch_size, vision.patch_size, vision.patch_size, 3)
+    return {
+        "input_ids": _with_image_tokens(config, ids, 1),
+        "pixel_values": _noise(2, *shape),
+        "audio_input_ids": torch.arange(4 * audio.n_mel_bins).reshape(4, -1) % audio.mel_vocab_size,
+    }
+
+
 def _qwen(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Two pictures of 4 x 6 patches, of which each four are merged into a token.
 
@@ -235,6 +247,7 @@ _BUILDERS = {
     "idefics3": _squares,
     "smolvlm": _squares,
     "kimi_k25": _kimi,
+    "inkling_mm_model": _inkling,
     "muse_glimmer": _muse,
     "muse_spark": _muse,
     "qwen3_5": _qwen,

@@ -194,6 +194,11 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     except (AssertionError, AttributeError):
         # It has no such module for experts with biases, and none without `hidden_act`.
         return {key: (role, False) for key, role in stacks.items()}
+    except TypeError:
+        if family_of(name) != "ernie4_5_vl_moe":
+            raise
+        # It cannot build experts of two sizes.
+        return {key: (role, False) for key, role in stacks.items()}
     after = {key: (one.shape, one.dtype) for key, one in model.state_dict().items()}
     return {
         key: (role, after.get(key) == (before[key], FP8) and f"{key}_scale_inv" in after)
@@ -210,5 +215,6 @@ def test_expert_stack_roles_match_transformers_fp8_experts(name: str) -> None:
     if not stacks:
         pytest.skip("no stacked experts")
     # DeepSeek-V4's table counts packed elements of FP4: no axis of it is the hidden size.
-    if family != "deepseek_v4":
+    # Inkling's table divides the rows of gate and up, so its stacks are only refused.
+    if family not in ("deepseek_v4", "inkling"):
         assert all((role == "experts") == held for role, held in stacks.values()), stacks

@@ -168,7 +168,8 @@ def _count_indices(
     all_counts = all_matched.count_indices()
     shared_indices = shifted | layout.spread_axes
     counts |= {index: count for index, count in all_counts.items() if index in shared_indices}
-    return counts | {i: n for i, n in sizes.items() if i in counts}
+    stated_sizes = {**sizes, **family.constants}
+    return counts | {i: n for i, n in stated_sizes.items() if i in counts}
 
 
 def surplus_error(

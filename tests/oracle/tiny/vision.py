@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from transformers import (
     Ernie4_5_VLMoeConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     Idefics3Config,
+    InklingConfig,
     InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -245,6 +247,40 @@ def ernie4_5_vl_moe() -> PretrainedConfig:
     )
 
 
+def inkling() -> PretrainedConfig:
+    """Inkling: two layers with windows and one without, which has more heads; 4 and 2 experts."""
+    pytest.importorskip("scipy", reason="scipy, with which transformers plans the tower")
+    return InklingConfig(
+        text_config={
+            "vocab_size": MULTIMODAL_VOCAB,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 16,
+            "sliding_window_size": 8,
+            "d_rel": 6,
+            "rel_extent": 64,
+            "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "intermediate_size": 96,
+            "moe_intermediate_size": 20,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+        },
+        audio_config={"n_mel_bins": 6, "mel_vocab_size": 8, "text_hidden_size": 64},
+        vision_config={"text_hidden_size": 64, "patch_size": 4, "n_layers": 3},
+        image_token_id=130,
+        audio_token_id=131,
+        image_bos_token_id=132,
+        audio_bos_token_id=133,
+    )
+
+
 TINY = {
     "ernie4_5_vl_moe": ernie4_5_vl_moe,
     "qwen2_vl": qwen2_vl,
@@ -259,5 +295,6 @@ TINY = {
     "llava_next": llava_next,
     "glm4v": glm4v,
     "glm4v_moe": glm4v_moe,
+    "inkling": inkling,
     "muse_spark": muse_spark,
 }
