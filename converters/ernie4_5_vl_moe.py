@@ -133,6 +133,7 @@ FAMILY: Family = replace(
         "vf": ("vision_config.intermediate_size", ""),
         "u": ("vision_config.depth", ""),
     },
+    experts_apart=True,
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh"),
     shown_by=None,
     config_signs=({"model_type": "ernie4_5_vl_moe"},),

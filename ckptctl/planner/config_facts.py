@@ -145,7 +145,7 @@ def read_sizes(
         values = get_model_params(file)
         names = {axis: choose_field_alias(values, n[column]) for axis, n in family.sizes.items()}
         stated_sizes = {
-            axis: parse_size(get_nested(values, name), name) for axis, name in names.items()
+            axis: parse_size(_read_size_field(values, name), name) for axis, name in names.items()
         }
         sizes |= {axis: size for axis, size in stated_sizes.items() if size is not None}
     sizes |= {resolve_axis(family, name): size for name, size in (overrides or {}).items()}
@@ -165,6 +165,21 @@ def read_sizes(
             )
         sizes["e"] = size
     return sizes
+
+
+def _read_size_field(values: Json, name: str) -> object:
+    """Return the value of a dotted *name*, or None if it is missing.
+
+    Raises:
+        MappingError: *name* is an entry of a list that has fewer entries.
+    """
+    outer, _, last = name.rpartition(".")
+    entries = get_nested(values, outer) if last.isdecimal() else None
+    if isinstance(entries, list) and int(last) >= len(entries):
+        raise MappingError(
+            f"`{outer}` has no entry {last}", where=outer, why=f"it has {len(entries)}"
+        )
+    return get_nested(values, name)
 
 
 class TranslatedConfig(dict[str, object]):
