@@ -73,15 +73,17 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
     """
     first_layer = _read_number(values, demand.after, 0)
     end_layer = _read_number(values, demand.first, total)
-    is_stated = demand.but_last.isdecimal()
-    excluded_last = (
-        int(demand.but_last) if is_stated else _read_number(values, demand.but_last, 0) or 0
-    )
-    if first_layer is None or end_layer is None:
+    excluded_last = _read_number(values, demand.but_last, 0) or 0
+    included_last = _read_number(values, demand.last, total)
+    if first_layer is None or end_layer is None or included_last is None:
         return frozenset()
-    layers = range(first_layer, min(end_layer, total - excluded_last))
+    first_layer = max(first_layer, total - included_last)
+    layers = frozenset(range(first_layer, min(end_layer, total - excluded_last)))
+    if demand.numbers:
+        numbers = get_nested(values, demand.numbers)
+        layers &= {n for n in numbers if isinstance(n, int)} if isinstance(numbers, list) else set()
     if not demand.kinds:
-        return frozenset(layers)
+        return layers
     layer_types = get_nested(values, str(demand.kinds[0]))
     if not isinstance(layer_types, list):
         return frozenset()
@@ -93,9 +95,11 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
 def _read_number(values: Json, name: str, default: int) -> int | None:
     """Read the integer field *name*, or return None if it is missing.
 
-    If *name* is empty, return *default*.
+    If *name* is empty, return *default*. If it is a number, return it.
     """
     if not name:
         return default
+    if name.isdecimal():
+        return int(name)
     value = get_nested(values, name)
     return 0 if value == 0 else parse_size(value, name)

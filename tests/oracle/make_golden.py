@@ -17,13 +17,13 @@ from ckptctl.errors import CkptError
 from ckptctl.families import load_families
 from tests.checkpoints.golden import Golden, digest, family_of
 from tests.checkpoints.readers import load_any_reference
-from tests.oracle import hf_models, mlx_models
+from tests.oracle import deepseek_v41, hf_models, mlx_models
 from tests.oracle.tiny import TINY
 
 
 def main(chosen: list[str]) -> None:
     known = load_families()
-    for name in chosen or (*TINY, *mlx_models.TINY):
+    for name in chosen or (*TINY, *mlx_models.TINY, "deepseek_v41"):
         if family_of(name) in known:
             with tempfile.TemporaryDirectory() as folder:
                 golden(name, Path(folder)).write(name)
@@ -31,7 +31,9 @@ def main(chosen: list[str]) -> None:
 
 def golden(name: str, folder: Path) -> Golden:
     """Return the golden model called *name*."""
-    if name in mlx_models.TINY:
+    if name == "deepseek_v41":
+        deepseek_v41.save(folder / "model")
+    elif name in mlx_models.TINY:
         mlx_models.save(name, folder / "model")
     else:
         hf_models.save(hf_models.random_model(TINY[name]()), folder / "model")

@@ -59,7 +59,7 @@ class ConfigDeclaration:
 def _add_prefix(module: str, value: Any) -> Any:
     """Prefix a field name with *module*, also as the first entry of a tuple or as a condition."""
     if isinstance(value, str):
-        return f"{module}.{value}"
+        return value if value.isdecimal() else f"{module}.{value}"
     if isinstance(value, tuple):
         return (f"{module}.{value[0]}", *value[1:])
     return {f"{module}.{fact}": sign for fact, sign in value.items()}
@@ -76,32 +76,43 @@ class Demand(ConfigDeclaration):
         when: Conditions on config.json, or empty if the rule always applies.
         kinds: Field of config.json that lists the layer types, followed by the types that need the
             tensors. Empty for all layers.
-        but_last: Field with the number of last layers to exclude, or that number. Empty to exclude
-            none.
+        but_last: Field with the number of last layers to exclude, or empty to exclude none.
         first: Field with the number of first layers to include, or empty to include all.
         after: Field with the number of first layers to exclude, or empty to exclude none.
+        last: Field with the number of last layers to include, or empty to include all.
+        numbers: Field that lists the numbers of layers to include, or empty to include all.
         index: Index of the layers.
+
+    *but_last*, *first*, *after* and *last* may also be the number itself.
     """
 
-    names = ("when", "kinds", "but_last", "first", "after")
+    names = ("when", "kinds", "but_last", "first", "after", "last", "numbers")
     tensors: tuple[str, ...]
     when: Conditions = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
     but_last: str = ""
     first: str = ""
     after: str = ""
+    last: str = ""
+    numbers: str = ""
     index: str = LAYER_INDEX
 
     @property
     def facts(self) -> tuple[str, ...]:
         """Fields of config.json that determine the tensors and layers."""
-        counts = (self.first, self.after, "" if self.but_last.isdecimal() else self.but_last)
-        return tuple(str(name) for name in (*self.when, *self.kinds[:1], *counts) if name)
+        counts = (name for name in self.counts if not name.isdecimal())
+        names = (*self.when, *self.kinds[:1], *counts, self.numbers)
+        return tuple(str(name) for name in names if name)
+
+    @property
+    def counts(self) -> tuple[str, str, str, str]:
+        """Fields that contain numbers of layers, or the numbers themselves."""
+        return self.but_last, self.first, self.after, self.last
 
     @property
     def is_by_layer(self) -> bool:
         """Whether the rule requires the tensors only in some layers."""
-        return bool(self.kinds or self.but_last or self.first or self.after)
+        return bool(self.kinds or self.numbers or any(self.counts))
 
 
 @dataclass(frozen=True, slots=True)
