@@ -99,7 +99,10 @@ def find_missing_keys(
         pair = (tie.tensor, tie.of)
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
             excused_templates |= {leaves[name].key.text for name in pair if name in leaves}
-    counts = {**stated_axes, **matched.count_indices(), **stated_counts}
+    constants = {
+        axis: size for axis, size in family.constants.items() if axis in layout.spread_axes
+    }
+    counts = {**stated_axes, **matched.count_indices(), **stated_counts, **constants}
     matches_config = not required and counts == matched.count_indices()
     if matches_config and matched.absent is not None and excused_templates >= matched.absent:
         return MissingKeys([], 0)
