@@ -254,6 +254,7 @@ _BUILDERS = {
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
+    "qwen3_omni_moe_thinker": _qwen,
     "glm4v": _qwen,
     "glm4v_moe": _qwen,
     "qwen2_vl": _qwen,

@@ -45,6 +45,9 @@ def loaded(folder: Path, config: Any) -> Any:
 def amend(folder: Path, config: Any) -> None:
     """Let config.json state what published ones do not and programs take a default for."""
     told = json.loads((folder / "config.json").read_text())
+    if config.model_type == "qwen3_omni_moe":  # mlx-vlm reads only its published spelling
+        (folder / "config.json").write_text(json.dumps(told | mlx_vlm.spelled(config)))
+        return
     more = mlx_vlm.not_stated(config)
     text = told["text_config"] | more.pop("text_config", {})
     (folder / "config.json").write_text(json.dumps(told | more | {"text_config": text}))

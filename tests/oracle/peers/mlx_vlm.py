@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from tests.oracle import hf_models
+from tests.oracle import hf_models, speech
 from tests.oracle.hf_models import State
 from tests.oracle.peers import mlx
 
@@ -32,6 +32,12 @@ ONE_PICTURE = ("glm4v", "glm4v_moe", "internvl", "llava", "paligemma")
 def spelled(config: Any) -> dict[str, Any]:
     """Return config.json of transformers' *config* as published models have it."""
     found = mlx.spelled_as_before(config) | not_stated(config)
+    if config.model_type == "qwen3_omni_moe":
+        for name in ("thinker_config", "talker_config"):
+            text = found[name]["text_config"]
+            sections = getattr(config, name).text_config.rope_parameters["mrope_section"]
+            text["rope_scaling"] = {"type": "default", "mrope_section": sections}
+        return found
     if config.model_type.startswith("qwen"):
         text, vision = found["text_config"], found["vision_config"]
         vision["model_type"] = vision["model_type"].removesuffix("_vision")
@@ -81,6 +87,11 @@ def with_its_gelus(model: Any, config: Any) -> Any:
     import mlx.nn as nn
 
     model.eval()
+    if config.model_type == "qwen3_omni_moe":
+        for block in model.thinker.vision_tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")
+        if model.has_talker:
+            _trim_both_ends(model.code2wav)
     if config.model_type == "qwen3_vl_moe":  # mlx-vlm has it the other way round
         tower = model.vision_tower
         for block in tower.blocks:
@@ -90,11 +101,18 @@ def with_its_gelus(model: Any, config: Any) -> Any:
     return model
 
 
+def _trim_both_ends(decoder: Any) -> None:
+    """Trim what transposed convolutions compute at both ends, as transformers 5.24 does."""
+    for module in decoder.modules():
+        if hasattr(module, "right_pad"):
+            module.left_pad = module.right_pad
+
+
 def build(config: Any) -> torch.nn.Module:
     """Return the parameters of mlx-vlm's model of transformers' *config*."""
     model = mlx.Model(built(config), tied=False)
     state = model.state_dict()
-    if config.tie_word_embeddings and "language_model.lm_head.weight" in state:
+    if getattr(config, "tie_word_embeddings", False) and "language_model.lm_head.weight" in state:
         state["language_model.lm_head.weight"] = state["language_model.model.embed_tokens.weight"]
     return model
 
@@ -111,6 +129,8 @@ NAMES = (
         "qwen3_vl",
         "qwen3_vl.tied",
         "qwen3_vl_moe",
+        "qwen3_omni_moe",
+        "qwen3_omni_moe.thinker",
     ),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
     *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
@@ -134,6 +154,8 @@ def answers(run: Any, config: Any) -> torch.Tensor:
     more = {name: mx.array(value.numpy()) for name, value in given.items() if name in GIVEN}
     if config.model_type == "gemma3":
         return _gemma3(run, ids, pixels)
+    if config.model_type == "qwen3_omni_moe":
+        return _spoken(run, ids, pixels, given)
     if config.model_type in ONE_PICTURE:
         each = zip(ids.split(1), pixels.chunk(len(ids)), strict=True)
         mask = mx.ones((1, ids.shape[1])) if config.model_type == "paligemma" else None
@@ -162,3 +184,28 @@ def _gemma3(run: Any, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
     create = language.create_attention_mask
     with mock.patch.object(language, "create_attention_mask", masked):
         return mlx._torch(run.language_model(tokens, seen.inputs_embeds).logits)
+
+
+def _spoken(run: Any, ids: torch.Tensor, pixels: torch.Tensor, given: Any) -> torch.Tensor:
+    """Return what :func:`tests.oracle.speech.answers` returns."""
+    import mlx.core as mx
+
+    def array(value: torch.Tensor) -> Any:
+        return mx.array(value.numpy())
+
+    names = ("image_grid_thw", "input_features", "feature_attention_mask")
+    more = {name: array(given[name]) for name in names}
+    parts = [run.thinker(array(ids), array(pixels), mask=None, **more).logits]
+    if run.has_talker:
+        talker, predictor = run.talker, run.talker.code_predictor
+        text, hidden, codes = map(array, speech.talker_inputs(talker.config))
+        embeds = talker.text_projection(text) + talker.hidden_projection(hidden)
+        parts.append(talker(inputs_embeds=embeds + talker.model.codec_embedding(codes))[0])
+        for step, asked in enumerate(speech.predictor_inputs(predictor.config)):
+            states, codes = map(array, asked)
+            embeds = states + predictor.model.codec_embedding[step](codes)
+            parts.append(predictor(inputs_embeds=embeds)[0])
+        with mock.patch.object(mx, "clip", lambda values, *limits: values):
+            sound = run.code2wav(array(speech.decoder_inputs(run.code2wav.config)))
+        parts.append(sound)
+    return speech.joined([mlx._torch(part) for part in parts])

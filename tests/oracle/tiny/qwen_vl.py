@@ -11,6 +11,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3OmniMoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -132,6 +133,66 @@ def qwen3_vl_moe() -> PretrainedConfig:
     return Qwen3VLMoeConfig(text_config=text, vision_config=deep_vision_sizes(), **SPECIAL)
 
 
+def _talker() -> dict[str, Any]:
+    """Every layer has experts and a shared one."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    text = text_sizes(head_dim=12, vocab_size=24, **EXPERTS) | small
+    codes = {"vocab_size": 20, "head_dim": 10, "intermediate_size": 28, "num_code_groups": 4}
+    return {
+        "text_config": text | {"intermediate_size": 40, "num_attention_heads": 2},
+        "code_predictor_config": codes | small | {"num_attention_heads": 3},
+        "num_code_groups": 4,
+        "thinker_hidden_size": 64,
+        "spatial_merge_size": 2,
+    }
+
+
+def qwen3_omni_moe(speaks: bool = True) -> PretrainedConfig:
+    """Qwen3-Omni 30B-A3B Instruct, with a dense first layer, as configs allow."""
+    text = text_sizes(head_dim=16, intermediate_size=56, mlp_only_layers=[0], **EXPERTS)
+    del text["shared_expert_intermediate_size"]
+    thinker = {
+        "text_config": text,
+        "vision_config": deep_vision_sizes(),
+        "audio_config": {
+            "num_mel_bins": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 36,
+            "d_model": 24,
+            "output_dim": 64,
+            "downsample_hidden_size": 6,
+        },
+        "audio_token_id": 132,
+        "audio_start_token_id": 133,
+        **{name: SPECIAL[name] for name in ("image_token_id", "video_token_id")},
+        "vision_start_token_id": SPECIAL["vision_start_token_id"],
+    }
+    code2wav = {
+        "codebook_size": 10,
+        "num_quantizers": 4,
+        "hidden_size": 24,
+        "intermediate_size": 28,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "decoder_dim": 32,
+        "upsample_rates": [3, 2, 3, 2],
+        "upsampling_ratios": [2, 3],
+    }
+    return Qwen3OmniMoeConfig(
+        thinker_config=thinker,
+        talker_config=_talker(),
+        code2wav_config=code2wav,
+        enable_audio_output=speaks,
+    )
+
+
+def qwen3_omni_moe_thinker() -> PretrainedConfig:
+    """Qwen3-Omni 30B-A3B Thinking, which does not speak."""
+    return qwen3_omni_moe(speaks=False)
+
+
 def qwen2_5_vl() -> PretrainedConfig:
     """Qwen2.5-VL 7B: the first layer of the tower sees windows of 4 x 4 patches alone."""
     vision = vision_sizes() | {"window_size": 20, "fullatt_block_indexes": [1]}
@@ -149,4 +210,6 @@ TINY = {
     "qwen3_vl": qwen3_vl,
     "qwen3_vl.tied": qwen3_vl_tied,
     "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_omni_moe": qwen3_omni_moe,
+    "qwen3_omni_moe.thinker": qwen3_omni_moe_thinker,
 }
