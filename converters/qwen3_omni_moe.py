@@ -119,10 +119,10 @@ talker_o?speech            td (th te)  self_attn.o_proj.weight
 talker_q_norm?speech       te          self_attn.q_norm.weight
 talker_k_norm?speech       te          self_attn.k_norm.weight
 talker_norm_1?speech       td          input_layernorm.weight
-talker_router?speech       tx td       mlp.gate.weight
-talker_expert_w1?speech    tx tm td    mlp.experts.{tx}.gate_proj.weight
-talker_expert_w3?speech    tx tm td    mlp.experts.{tx}.up_proj.weight
-talker_expert_w2?speech    tx td tm    mlp.experts.{tx}.down_proj.weight
+talker_router?speech       y td        mlp.gate.weight
+talker_expert_w1?speech    y tm td     mlp.experts.{y}.gate_proj.weight
+talker_expert_w3?speech    y tm td     mlp.experts.{y}.up_proj.weight
+talker_expert_w2?speech    y td tm     mlp.experts.{y}.down_proj.weight
 talker_shared_w1?speech    ts td       mlp.shared_expert.gate_proj.weight
 talker_shared_w3?speech    ts td       mlp.shared_expert.up_proj.weight
 talker_shared_w2?speech    td ts       mlp.shared_expert.down_proj.weight
@@ -346,7 +346,10 @@ FAMILY = Family(
     unquantized=qwen3_vl.UNQUANTIZED,
     variants=(("dense", "moe"),),
     kinds=tuple(kind.with_prefix("thinker_config.text_config") for kind in qwen2_moe.FAMILY.kinds),
-    demands=(Demand(("speech",), {"enable_audio_output": CHOSEN}),),
+    demands=(
+        Demand(("speech",), {"enable_audio_output": CHOSEN}),
+        Demand(("speech",), {"enable_audio_output": None}),  # transformers' default is true
+    ),
     constants={"one": 1, "kh": 3, "kw": 3, "st": 7},
     composite=qwen3_moe.FAMILY.composite,
     formulas=(
@@ -385,7 +388,7 @@ FAMILY = Family(
         "th": ("talker_config.text_config.num_attention_heads", ""),
         "tk": ("talker_config.text_config.num_key_value_heads", ""),
         "te": ("talker_config.text_config.head_dim", ""),
-        "tx": ("talker_config.text_config.num_experts|num_local_experts", ""),
+        "y": ("talker_config.text_config.num_experts|num_local_experts", ""),
         "tm": ("talker_config.text_config.moe_intermediate_size", ""),
         "ts": ("talker_config.text_config.shared_expert_intermediate_size", ""),
         "t": ("talker_config.text_config.num_hidden_layers", ""),
@@ -406,7 +409,7 @@ FAMILY = Family(
     config_signs=({"model_type": "qwen3_omni_moe"},),
     tiny={**qwen3_moe.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2}
     | {"aa": 4, "ab": 5, "ac": 3, "ai": 9, "ad": 11, "an": 12, "aq": 6, "af": 17, "n": 2}
-    | {"tv": 21, "td": 14, "tf": 15, "th": 4, "tk": 2, "te": 6, "tx": 3, "tm": 7, "ts": 9, "t": 2}
+    | {"tv": 21, "td": 14, "tf": 15, "th": 4, "tk": 2, "te": 6, "y": 3, "tm": 7, "ts": 9, "t": 2}
     | {"g": 3, "cv": 13, "cd": 16, "ch": 4, "ck": 2, "ce": 5, "cf": 19, "c": 2}
     | {"wd": 10, "wi": 8, "wh": 4, "wk": 2, "we": 3, "wf": 22, "wc": 26, "wp": 20, "b": 2}
     | {"ua": 2, "ub": 3, "ka": 4, "kb": 5, "kc": 6, "kd": 7}

@@ -380,8 +380,8 @@ def iterate_facts(values: Json, prefix: str = "") -> Iterator[tuple[str, object]
 
 def _to_canonical_name(name: str) -> str:
     module, dot, inner = name.partition(".")
-    if module in SUBMODEL_KEYS:
-        return module + dot + CANONICAL_KEYS.get(inner, inner)
+    if module in SUBMODEL_KEYS and inner:
+        return module + dot + _to_canonical_name(inner)
     return CANONICAL_KEYS.get(name, name)
 
 

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = Mapping[str, object]
 
-SUBMODEL_KEYS = ("text_config", "vision_config")
-"""Fields of config.json that contain the configs of submodels."""
+SUBMODEL_KEYS = (
+    *("text_config", "vision_config", "thinker_config", "talker_config"),
+    *("code_predictor_config", "code2wav_config"),
+)
+"""Fields of config.json that contain the configs of submodels, also inside each other."""
 HEAD_CLASS_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Suffixes of transformers' classes with a language model head."""
 ROPE_KEYS = ("rope_scaling", "rope_parameters")

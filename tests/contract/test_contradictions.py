@@ -41,6 +41,10 @@ UNSEEN = {
     "pv": "no layer of this model has an embedding of its own",
     "j": "none of its layers predict further tokens: transformers leaves them out",
 }
+UNSEEN_IN = {
+    "qwen3_omni_moe.thinker": ("talker_config", "code2wav_config"),  # it does not speak
+}
+"""Submodels that config.json describes and a model does not have."""
 Place = tuple[str, ...]
 
 
@@ -237,4 +241,4 @@ def test_size_contradicting_tensor_shapes_is_refused(name: str, tmp_path: Path) 
             said = " ".join(filter(None, (error.what, error.where, error.why)))
             assert "tensor" in said or "configuration" in said, said
         else:
-            assert axis in UNSEEN, (axis, path)
+            assert axis in UNSEEN or path[0] in UNSEEN_IN.get(name, ()), (axis, path)

@@ -43,6 +43,8 @@ UNDECIDED_IN = {
     "jamba": {("mamba_dt_rank", "absent")},
     "laguna": {("num_attention_heads", "zero")},  # it states the heads of each layer, too
     "muse_spark": {("audio_config", "absent")},
+    # transformers gives these submodels no model type, by which defaults are known.
+    "qwen3_omni_moe": set(),
 }
 """The same in single families."""
 

@@ -297,12 +297,14 @@ def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list
     Routers are excluded because PEFT adds no factors to the router modules of transformers 5.
     """
     groups = match_keys(family, family.get_layout(layout), keys).groups
+    leaves = (leaf for tensor in family.tensors.values() for leaf in tensor.leaves.values())
+    expert_axes = family.expert_axes.union(*(leaf.spread_axes for leaf in leaves))
+    router_dims = {(axis,) for axis in expert_axes}
     linear = {
         key
         for group in groups
         if all(
-            _is_linear(leaf) and not any((axis,) in leaf.dims for axis in family.expert_axes)
-            for _, leaf in group.stored.parts
+            _is_linear(leaf) and router_dims.isdisjoint(leaf.dims) for _, leaf in group.stored.parts
         )
         for key in group.keys
         if not _is_embedding(key)
@@ -312,7 +314,8 @@ def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list
 
 def _is_embedding(key: str) -> bool:
     """Return whether *key* is a token embedding or an embedding of relative distances."""
-    module = key.rpartition(".")[0].rpartition(".")[2]
+    parents = key.split(".")[:-1]
+    module = next((part for part in reversed(parents) if not part.isdecimal()), "")
     distances = key.endswith(".relative_attention_bias.weight")
     return "embed" in module or distances or key == "shared.weight"
 
