@@ -296,6 +296,18 @@ def evaluate_formula(formula: str, values: Mapping[str, int]) -> int | None:
     return total
 
 
+def read_formula_sizes(family: Family, config: Json | None) -> dict[str, int]:
+    """Compute the axis sizes whose formulas have all operands in *config*."""
+    sizes: dict[str, int] = {}
+    for axis, formula in family.formulas:
+        operands = {name: get_nested(config or {}, name) for name in list_operands(formula)}
+        numbers = {name: value for name, value in operands.items() if type(value) is int}
+        size = evaluate_formula(formula, numbers)
+        if size is not None and size > 0:
+            sizes.setdefault(axis, size)
+    return sizes
+
+
 def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
     """Read the numbers of inserted layers from each config.json field in :attr:`Shift.list_field`.
 

@@ -637,3 +637,25 @@ def test_missing_tid2eid_is_found_through_deepseek_v4_config(layout, tmp_path):
     with pytest.raises(MissingTensorsError, match="the model is missing a tensor") as raised:
         ckptctl.convert(tmp_path / "whole", tmp_path / "never", to="hf")
     assert f"`{lost}`" in str(raised.value.why)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("qwen3_moe", ".experts.3."), ("qwen3_omni_moe", "codec_embedding.2|lm_head.2")],
+)
+def test_last_entry_missing_from_every_tensor_is_named(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    """An expert that no layer has, and a codebook that neither list has, as config.json states."""
+    golden = Golden.read(name)
+    source = golden.save(tmp_path / "source")
+    assert ckptctl.verify(source, level="fast").exit_code == 0
+    state = golden.state()
+    lost = [key for key in state if any(one in key for one in part.split("|"))]
+    for key in lost:
+        del state[key]
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    assert ckptctl.verify(source, level="fast").exit_code == 4
+    with pytest.raises(MissingTensorsError, match=f"missing {len(lost)} tensors") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert any(key in str(caught.value.why) for key in lost)

@@ -15,7 +15,7 @@ from ckptctl.errors import MissingTensorsError, format_option, quote_names
 from ckptctl.numerics.quantization.survey import to_dequantized_names
 from ckptctl.numerics.quantized import is_unquantized, survey_leniently
 from ckptctl.planner.config_demands import find_required_tensors
-from ckptctl.planner.config_facts import find_absent_heads
+from ckptctl.planner.config_facts import find_absent_heads, read_formula_sizes
 from ckptctl.planner.layouts import Family, is_base_layout
 from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.planner.mapping.completeness import (
@@ -202,7 +202,10 @@ def find_missing_tensors(
     for name, layout in model.pairs:
         family = families.family(name)
         matched = model.match_keys(family, family.get_layout(layout), names)
-        sizes = model.get_axis_sizes(family, implied=False)
+        computed = read_formula_sizes(family, model.config)
+        spread_axes = family.get_layout(layout).spread_axes
+        sizes = {axis: size for axis, size in computed.items() if axis in spread_axes}
+        sizes |= model.get_axis_sizes(family, implied=False)
         missing_keys = find_missing_keys(
             family,
             family.get_layout(layout),

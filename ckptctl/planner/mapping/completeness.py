@@ -99,11 +99,14 @@ def find_missing_keys(
         pair = (tie.tensor, tie.of)
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
             excused_templates |= {leaves[name].key.text for name in pair if name in leaves}
+    found_counts = matched.count_indices()
     constants = {
         axis: size for axis, size in family.constants.items() if axis in layout.spread_axes
     }
-    counts = {**stated_axes, **matched.count_indices(), **stated_counts, **constants}
-    matches_config = not required and counts == matched.count_indices()
+    counts = {**stated_axes, **found_counts, **stated_counts, **constants}
+    for axis, size in stated_axes.items():
+        counts[axis] = max(counts[axis], size)
+    matches_config = not required and counts == found_counts
     if matches_config and matched.absent is not None and excused_templates >= matched.absent:
         return MissingKeys([], 0)
     expected = ExpectedTensors(family, layout, matched, counts, required)
