@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ckptctl.facts.contradictions import Contradiction, Statement
 from ckptctl.planner.config_facts import Json, find_default_size, read_sizes
-from ckptctl.planner.families.declarations import get_nested, has_field
+from ckptctl.planner.families.declarations import choose_field_alias, get_nested, has_field
 from ckptctl.planner.families.demands import LayerKind, LayerSize
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
@@ -110,7 +110,7 @@ def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> in
     value = _get_value_or_default(config, size.fact)
     kinds = get_nested(config, size.kinds[0]) if size.kinds else None
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
-        override = get_nested(config, size.other)
+        override = get_nested(config, choose_field_alias(config, size.other))
         value = value if override is None else override
     listed = get_nested(config, size.listed) if size.listed else None
     if isinstance(listed, list) and layer < len(listed):
@@ -125,23 +125,29 @@ def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> in
     return 2 * value if is_last and get_nested(config, size.doubled) is True else value
 
 
-def find_wrong_list_lengths(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
-    """Yield per-layer lists of a config.json whose length is not the number of layers."""
+def find_wrong_list_lengths(
+    config: Json, source: str, prefix: str = "", mtp_count: str = ""
+) -> Iterator[Contradiction]:
+    """Yield per-layer lists of a config.json whose length is not the number of layers.
+
+    If *mtp_count* is the name of a field with the number of MTP layers, lists may include them.
+    """
     layer_count = config.get("num_hidden_layers")
+    mtp_layer_count = config.get(mtp_count) if mtp_count else None
     for name in PER_LAYER_LISTS:
         per_layer_values = config.get(name)
-        has_count = isinstance(layer_count, int) and not isinstance(layer_count, bool)
         if (
             isinstance(per_layer_values, list)
-            and has_count
-            and len(per_layer_values) != layer_count
+            and isinstance(layer_count, int)
+            and not isinstance(layer_count, bool)
+            and len(per_layer_values) - layer_count not in (0, mtp_layer_count)
         ):
             fact = f"{prefix}num_hidden_layers"
             entries = Statement(fact, len(per_layer_values), source, local_key=f"{prefix}{name}")
             yield Contradiction(fact, (Statement(fact, layer_count, source), entries))
     for key, inner in config.items():
         if isinstance(inner, Mapping):
-            yield from find_wrong_list_lengths(inner, source, f"{prefix}{key}.")
+            yield from find_wrong_list_lengths(inner, source, f"{prefix}{key}.", mtp_count)
 
 
 def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
@@ -179,6 +185,8 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
             layers = {layer for layer in layers if count > 0 and (layer - start) % count == 0}
     if layer_kind.numbers:
         numbers = values[layer_kind.numbers]
+        if isinstance(numbers, str):
+            numbers = [int(number) for number in numbers.split(",") if number.strip().isdigit()]
         if not isinstance(numbers, list):
             return None
         layers &= {layer - layer_kind.start for layer in numbers if isinstance(layer, int)}

@@ -217,6 +217,8 @@ class Family:
         demands: Optional tensors that a config requires.
         kinds: Rules that find the layers of each variant from a config.
         layer_sizes: Sizes of free axes that a config states per layer.
+        listed_mtp_count: Field with the number of MTP layers that per-layer lists in config.json
+            may include after all other layers. Empty if they never do.
         free: Axes whose size may differ between tensors. They are never grouped with other axes.
         shifts: Rules for layouts that number layers of two kinds together.
         tiles: Tile embeddings that some layouts store as a grid and others as rows.
@@ -267,6 +269,7 @@ class Family:
     demands: tuple[Demand, ...] = ()
     kinds: tuple[LayerKind, ...] = ()
     layer_sizes: tuple[LayerSize, ...] = ()
+    listed_mtp_count: str = ""
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
     tiles: tuple[Tiles, ...] = ()

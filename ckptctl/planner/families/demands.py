@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from ckptctl.planner.families.declarations import Conditions
+from ckptctl.planner.families.declarations import Conditions, split_aliases
 
 
 class TruthyCondition:
@@ -128,7 +128,8 @@ class LayerKind(ConfigDeclaration):
         kinds: Field that lists the layer types, followed by the layer types of the variant.
         first: Field with the number of first layers that have the variant.
         after: Field with the number of first layers that do not have it.
-        numbers: Field that lists the numbers of layers that have the variant.
+        numbers: Field that lists the numbers of layers that have the variant, as a list or a string
+            with commas.
         start: Number of the first layer in *numbers*.
         but: Field that lists the numbers of layers that do not have it.
         every: Field with a period. Every layer whose number, counted from 1, is a multiple of the
@@ -168,7 +169,7 @@ class LayerSize(ConfigDeclaration):
         by_layer: Field that maps layer numbers to configs with different sizes.
         listed: Field that lists the size of every layer, or empty if there is no such list.
         kinds: Field that lists the layer types, followed by the type with a different size.
-        other: Field with the size in layers of that type.
+        other: Field with the size in layers of that type. ``a|b`` lists several names.
         doubled: Boolean field that doubles the size in the last layers.
         last: Field with the number of last layers whose size is doubled.
     """
@@ -186,5 +187,5 @@ class LayerSize(ConfigDeclaration):
     @property
     def facts(self) -> tuple[str, ...]:
         """Fields of config.json that determine the size."""
-        names = (self.fact, *self.kinds[:1], self.other, self.doubled, self.last, self.by_layer)
-        return tuple(name for name in (*names, self.listed) if name)
+        names = (self.fact, *self.kinds[:1], *split_aliases(self.other), self.doubled, self.last)
+        return tuple(name for name in (*names, self.by_layer, self.listed) if name)

@@ -6,6 +6,7 @@ from ckptctl.facts.layer_kinds import _find_layers_of_kind
 from ckptctl.planner.families.demands import LayerKind
 
 CONFIG = {"period": 3, "start": 1, "dense": 4, "end": 6, "open": -1, "flags": [0, 1, 1, 0]}
+CONFIG |= {"numbers": [2, 5], "text": "3, 4,8"}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,8 @@ CONFIG = {"period": 3, "start": 1, "dense": 4, "end": 6, "open": -1, "flags": [0
         ({"after": "dense", "every": "period", "last": "open"}, {5, 8}),
         ({"every": "period", "offset": "missing"}, None),
         ({"kinds": ("flags", 1)}, {1, 2}),
+        ({"numbers": "numbers"}, {2, 5}),
+        ({"numbers": "text"}, {3, 4, 8}),
     ],
 )
 def test_period_offset_and_last_select_layers(fields, expected):
