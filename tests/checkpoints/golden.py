@@ -24,6 +24,7 @@ NORM = re.compile(r"norm\.weight$")
 SHIFTED = (
     *("gemma", "gemma2", "gemma3_text", "qwen3_next"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("step3p5", "step3p7"),
 )
 """Model types of which a layout stores norms more or less 1."""
 State = dict[str, torch.Tensor]

@@ -89,8 +89,9 @@ def _stacked(folder: Path) -> list[str]:
     """Return the names of experts that are stacked in one tensor."""
     # Inkling also stacks its shared experts, which are never quantized.
     found = {key: one for key, one in read(folder).items() if ".shared_experts.shared_w" not in key}
+    words = ("experts", "block_sparse_moe", ".moe.")
     matrices = (key for key, one in found.items() if one.dim() == 3)
-    return [key for key in matrices if "experts" in key or "block_sparse_moe" in key]
+    return [key for key in matrices if any(word in key for word in words)]
 
 
 QUICK = [

@@ -30,7 +30,7 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
 }
-ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.", "vision_tower.")
+ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.", "vision_tower.", "vision_model.")
 """Parts of models with zero-centred norms whose own norms multiply with the weight."""
 UNCONVERTED = [
     *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
@@ -44,6 +44,10 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 def class_of(config: Any) -> Any:
     """Return transformers' class for *config*: by ``architectures``, else its causal model."""
+    if config.model_type == "step3p5":
+        from tests.oracle.step3p5 import Step3p5ForCausalLM
+
+        return Step3p5ForCausalLM
     if config.architectures:
         return getattr(transformers, config.architectures[0])
     if config.model_type in CLASSES:
@@ -89,7 +93,7 @@ def randomize(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0)
 def has_zero_centred_norms(config: Any) -> bool:
     """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
     kind = str(config.model_type)
-    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5", "paligemma"))
+    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5", "paligemma", "minimax_m3", "step3p"))
     return named and not kind.startswith("gemma4")
 
 

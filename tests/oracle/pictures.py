@@ -231,6 +231,22 @@ def _ernie(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     return given | {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}
 
 
+def _minimax(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
+    vision = config.vision_config
+    return _in_patches(config, ids, (4, 6), 3 * vision.temporal_patch_size * vision.patch_size**2)
+
+
+def _step(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Square pictures, whose patches two convolutions merge, by four in each direction."""
+    vision = config.vision_config
+    count = (vision.image_size // vision.patch_size // 4) ** 2
+    return {
+        "input_ids": _with_image_tokens(config, ids, count),
+        "pixel_values": _noise(2, 3, vision.image_size, vision.image_size),
+    }
+
+
 _BUILDERS = {
     "ernie4_5_vl_moe": _ernie,
     "mllama": _mllama,
@@ -250,6 +266,8 @@ _BUILDERS = {
     "inkling_mm_model": _inkling,
     "muse_glimmer": _muse,
     "muse_spark": _muse,
+    "minimax_m3_vl": _minimax,
+    "step3p7": _step,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,

@@ -28,6 +28,8 @@ ANEW = (
 )
 """Families that transformers 5 saves with other names or experts than they were published."""
 MIXED_NAMES = ("bailing_hybrid", "hy_v4")
+NOT_ALONE = ("step3p5",)
+"""Text models that transformers reads under their published names only inside of others."""
 WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper_prefix]
 
 
@@ -35,6 +37,8 @@ WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper_pre
 def test_headless_model_is_detected_and_reloads_in_transformers(tmp_path: Path, name: str) -> None:
     if name in MIXED_NAMES:
         pytest.skip("transformers saves it without its head in names of two layouts")
+    if name in NOT_ALONE:
+        pytest.skip("transformers reads its published names only as a part of another model")
     family = families.family(family_of(name))
     model = hf_models.random_model(TINY[name]())
     base = getattr(model, family.wrapper_prefix.rstrip("."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from tests.oracle.hf_models import class_of
     from tests.oracle.make_defaults import as_python
 
-    made = CONFIG_MAPPING[config["model_type"]].from_dict(as_python(config))
+    own = as_python(deepcopy(config))  # classes take entries out of what they are given
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(own)
     with torch.device("meta"):
         model = class_of(made)._from_config(made)
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}

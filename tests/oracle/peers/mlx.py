@@ -60,6 +60,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
         "partial_rotary_factor": 0.334,
     },
+    "step3p5": {
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+        "moe_layers_enum": "1,2",
+        "use_head_wise_attn_gate": True,
+    },
+    "step3p5_vision": {"width": 16, "layers": 2, "heads": 2},
     "exaone_moe": {"is_moe_layer": [False, True, True]},
     "gpt2": {"n_ctx": 64},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -70,6 +76,9 @@ EARLIER = {"linear_attention": "mamba", "full_attention": "attention"}
 """Kinds of layers as published Granites call them."""
 UNSCALED = {"deepseek_v2": {"factor": 1.0}}
 """What stands for no scaling of rotary frequencies, where mlx-lm asks for one."""
+
+WITHIN = {"minimax_m3_vl_text": "minimax_m3_vl"}
+"""Model types of which mlx-lm only has the one that contains them."""
 
 TEXT_ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 """How mlx-lm calls models whose vision towers it leaves out."""
@@ -99,8 +108,8 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
     for name in config.sub_configs:
         if found.get(name):
             found[name] = spelled_as_before(getattr(config, name))
-    if getattr(config, "num_attention_heads", None):
-        own = config.hidden_size // config.num_attention_heads
+    if found.get("num_attention_heads"):
+        own = found["hidden_size"] // found["num_attention_heads"]
         found["head_dim"] = found.get("head_dim") or own
     local = [kind == "sliding_attention" for kind in found.get("layer_types") or ()]
     if config.model_type == "exaone4":
@@ -121,6 +130,10 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
     if config.model_type == "gpt_neox":
         found["rotary_emb_base"] = rope["rope_theta"]
         found["rotary_pct"] = rope["partial_rotary_factor"]
+    if config.model_type == "step3p5":
+        each = [config.rope_parameters[kind] for kind in config.layer_types]
+        found["rope_theta"] = [one["rope_theta"] for one in each]
+        found["partial_rotary_factors"] = [one["partial_rotary_factor"] for one in each]
     scaled = rope.get("rope_type", "default") != "default"
     return found | {"rope_scaling": dict(rope) if scaled else UNSCALED.get(config.model_type)}
 
@@ -135,6 +148,8 @@ def built(config: Any) -> Any:
     mx.set_default_device(mx.cpu)
     wanted = spelled_as_before(config)
     wanted["model_type"] = TEXT_ALONE.get(wanted["model_type"], wanted["model_type"])
+    if outer := WITHIN.get(wanted["model_type"]):
+        wanted = {"model_type": outer, "text_config": wanted}
     kind, arguments = utils._get_classes(wanted)
     model = kind(arguments.from_dict(wanted))
     if config.model_type == "longcat_flash":
@@ -167,6 +182,7 @@ NAMES = (
     *("gpt2.wide", "cohere", "cohere.normed", "granitemoe", "jamba.all", "exaone_moe"),
     *("kimi_linear", "bailing_hybrid", "mimo_v2_flash", "laguna", "longcat_flash"),
     *("gpt_oss.truncated", "deepseek_v3", "deepseek_v3.no_q_lora"),
+    *("minimax_m3", "step3p5"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

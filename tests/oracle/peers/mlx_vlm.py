@@ -53,6 +53,9 @@ def not_stated(config: Any) -> dict[str, Any]:
     nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
     if config.model_type == "paligemma":
         return nothing
+    if config.model_type == "step3p7":
+        found = mlx.spelled_as_before(config)
+        return {name: found[name] for name in config.sub_configs}
     if config.model_type.startswith("glm4v"):
         sections = config.text_config.rope_parameters["mrope_section"]
         scaling = {"type": "default", "mrope_section": sections}
@@ -134,6 +137,7 @@ NAMES = (
     ),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
     *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
+    *("minimax_m3_vl.alike", "step3p7"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

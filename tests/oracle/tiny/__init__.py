@@ -16,6 +16,7 @@ from tests.oracle.tiny import (
     hybrid,
     latest,
     llama,
+    minimax_step,
     mistral,
     moe,
     others,
@@ -47,6 +48,7 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **vision.TINY,
     **classic.TINY,
     **latest.TINY,
+    **minimax_step.TINY,
 }
 
 
