@@ -81,7 +81,12 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
     layers = frozenset(range(first_layer, min(end_layer, total - excluded_last)))
     if demand.numbers:
         numbers = get_nested(values, demand.numbers)
-        layers &= {n for n in numbers if isinstance(n, int)} if isinstance(numbers, list) else set()
+        listed = numbers if isinstance(numbers, list) else ()
+        layers &= {number - demand.start for number in listed if isinstance(number, int)}
+    if demand.sources:
+        sources = get_nested(values, demand.sources)
+        by_layer = enumerate(sources) if isinstance(sources, list) else ()
+        layers &= {layer for layer, source in by_layer if layer == source}
     if not demand.kinds:
         return layers
     layer_types = get_nested(values, str(demand.kinds[0]))

@@ -81,12 +81,15 @@ class Demand(ConfigDeclaration):
         after: Field with the number of first layers to exclude, or empty to exclude none.
         last: Field with the number of last layers to include, or empty to include all.
         numbers: Field that lists the numbers of layers to include, or empty to include all.
+        start: Number of the first layer in *numbers*.
+        sources: Field that lists for every layer the layer whose tensors it uses. Only layers that
+            use their own tensors are included. Empty to include all.
         index: Index of the layers.
 
     *but_last*, *first*, *after* and *last* may also be the number itself.
     """
 
-    names = ("when", "kinds", "but_last", "first", "after", "last", "numbers")
+    names = ("when", "kinds", "but_last", "first", "after", "last", "numbers", "sources")
     tensors: tuple[str, ...]
     when: Conditions = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
@@ -95,13 +98,15 @@ class Demand(ConfigDeclaration):
     after: str = ""
     last: str = ""
     numbers: str = ""
+    start: int = 0
+    sources: str = ""
     index: str = LAYER_INDEX
 
     @property
     def facts(self) -> tuple[str, ...]:
         """Fields of config.json that determine the tensors and layers."""
         counts = (name for name in self.counts if not name.isdecimal())
-        names = (*self.when, *self.kinds[:1], *counts, self.numbers)
+        names = (*self.when, *self.kinds[:1], *counts, self.numbers, self.sources)
         return tuple(str(name) for name in names if name)
 
     @property
@@ -112,7 +117,7 @@ class Demand(ConfigDeclaration):
     @property
     def is_by_layer(self) -> bool:
         """Whether the rule requires the tensors only in some layers."""
-        return bool(self.kinds or self.numbers or any(self.counts))
+        return bool(self.kinds or self.numbers or self.sources or any(self.counts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ dimension, outermost first, in einops' notation. A cell may list a different ord
                       the outermost of its first dimension: query groups
 ``key-1``             stored as weight - 1, as for a norm that multiplies by 1 + weight
 ``experts.{x}.key``   an index that is an axis of the tensor: there is a key for each entry
+``shard_{n}.key``     the same after ``shard_``, the only word that an index may follow in a part
 ``{c=gate|up}.key``   the same with words for numbers: that of entry 0, that of entry 1, ...
 ====================  ============================================================================
 

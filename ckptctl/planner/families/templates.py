@@ -1,10 +1,10 @@
 """Key templates such as ``model.layers.{i}.self_attn.q_proj.weight``, and groups of similar keys.
 
-An index is a dot-separated component of a key. It is a decimal number of at most five digits
-without leading zeros. The limit prevents very long loops if a key contains a huge number. A
-template must match the complete key. Keys that differ only in numbers are processed together,
-because a model with a hundred layers has only about fifteen such groups. One index of a template
-may have words instead of numbers, as in ``experts.{c=gate_proj|up_proj}.weight``.
+An index is a dot-separated component of a key, or follows ``shard_`` in one. It is a decimal number
+of at most five digits without leading zeros. The limit prevents very long loops if a key contains a
+huge number. A template must match the complete key. Keys that differ only in numbers are processed
+together, because a model with a hundred layers has only about fifteen such groups. One index of a
+template may have words instead of numbers, as in ``experts.{c=gate_proj|up_proj}.weight``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 _INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
+_SHARD = "shard_"
 
 MAX_CACHED_KEYS = 1 << 16
 """Maximum number of cached keys. Each key is looked up in several layouts."""
@@ -28,11 +29,14 @@ T = TypeVar("T")
 def split_numbers(key: str) -> tuple[str, tuple[int, ...]]:
     """Split a key into a skeleton, which has ``#`` in place of each number, and these numbers."""
     parts, numbers = key.split("."), []
+    has_shards = _SHARD in key
     for place, part in enumerate(parts):
+        before = _SHARD if has_shards and part.startswith(_SHARD) else ""
+        number = part.removeprefix(before)
         # Few parts are numbers, so the cheap check comes first.
-        if part.isdecimal() and _NUMBER.match(part):
-            numbers.append(int(part))
-            parts[place] = "#"
+        if number.isdecimal() and _NUMBER.match(number):
+            numbers.append(int(number))
+            parts[place] = f"{before}#"
     return ".".join(parts), tuple(numbers)
 
 
@@ -70,6 +74,8 @@ class Template:
         slots, skeleton_parts, indices = [], [], []
         words: dict[str, tuple[str, ...]] = {}
         for part in text.split("."):
+            before = _SHARD if part.startswith(_SHARD) else ""
+            part = part.removeprefix(before)
             index = _INDEX.match(part)
             if index:
                 indices.append(index[1])
@@ -79,9 +85,9 @@ class Template:
             elif index or _NUMBER.match(part):
                 slots.append(index[1] if index else part)
                 part = "#"
-            elif "{" in part or "}" in part or part in ("", "#"):
+            elif "{" in part or "}" in part or (part in ("", "#") and not before):
                 raise ValueError(f"invalid part `{part}` in the key template `{text}`")
-            skeleton_parts.append(part)
+            skeleton_parts.append(before + part)
         if len(words) > 1 or any(slot in words for slot in slots):
             raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
         index_names = tuple(dict.fromkeys(indices))
@@ -181,7 +187,8 @@ class KeyKind:
 
     def __init__(self, skeleton: str, keys: list[str], numbers: list[tuple[int, ...]]) -> None:
         self.skeleton, self.keys, self.numbers = skeleton, keys, numbers
-        self.words = frozenset(skeleton.split(".")) - {"#"}
+        parts = frozenset(skeleton.split(".")) - {"#"}
+        self.words = frozenset(_SHARD if part == f"{_SHARD}#" else part for part in parts)
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:

@@ -115,6 +115,11 @@ def build_table_cells(
         for dim, group in enumerate(source_leaf.dims)
         if source_leaf.part is None or dim != source_leaf.concat_dim
     }
+    for group, size in [*own_sizes.items()]:
+        free_axes = tuple(axis for axis in group if axis in family.free)
+        other_size = sizes.find_size(tuple(axis for axis in group if axis not in family.free))
+        if 0 < len(free_axes) < len(group) and other_size and not size % other_size:
+            own_sizes.setdefault(free_axes, size // other_size)
 
     def get_size(group: Axes) -> int:
         known_size = own_sizes.get(group, sizes.find_size(group))

@@ -416,6 +416,7 @@ class _TensorMapper:
         kind = (source_tensor.name, tensor.name, tuple(entries.items()), tuple(positions))
         if kind not in self.target_cache:
             key = next(iter(keys.values()))
+            self._require_equal_shapes(entries, key)
             sides = (self.source.layout, source_tensor), (self.target, tensor)
             shape = self.source.shapes[key]
             cells_of_sides = build_table_cells(
@@ -423,6 +424,16 @@ class _TensorMapper:
             )
             self.target_cache[kind] = rearrange_tensor(*cells_of_sides, entries, positions)
         return self.target_cache[kind]
+
+    def _require_equal_shapes(self, entries: Mapping[SpreadPosition, Ints], key: str) -> None:
+        """Require that the tensors to join have one shape, which free axes do not ensure."""
+        shapes = list(dict.fromkeys(entries.values()))
+        if len(shapes) > 1:
+            raise MappingError(
+                "tensors that become one have different shapes",
+                where=f"tensor `{key}` and those that differ from it in one number",
+                why=f"they have the shapes {shapes[0]} and {shapes[1]}",
+            )
 
     def _remove_duplicates(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Keep the first of several tensors that fill the same target.
