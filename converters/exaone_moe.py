@@ -33,6 +33,7 @@ FAMILY: Family = replace(
         qwen3_5_text.MTP,
         "logical  axes  hf: mtp.layers.{j}."
         + qwen3_5_text.MTP_ATTENTION.replace("(k q g e)", "(h e)")
+        + qwen3_5_text.MTP_INPUT_NORM
         + qwen3_5_text.MTP_FEED_FORWARD,
         _hf.AFTER_V5,
     ),

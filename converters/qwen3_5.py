@@ -184,6 +184,7 @@ FAMILY: Family = replace(
         qwen3_5_text.MTP,
         "logical  axes  hf: mtp.layers.{j}."
         + qwen3_5_text.MTP_ATTENTION
+        + qwen3_5_text.MTP_INPUT_NORM
         + qwen3_5_text.MTP_FEED_FORWARD,
         *TITAN,
         qwen3.TITAN_FEED_FORWARD,

@@ -30,6 +30,9 @@ shared_w1    s d    mlp.shared_expert.gate_proj.weight
 shared_w3    s d    mlp.shared_expert.up_proj.weight
 shared_w2    d s    mlp.shared_expert.down_proj.weight
 shared_gate  one d  mlp.shared_expert_gate.weight
+"""
+
+NORM_2 = """
 norm_2       d      post_attention_layernorm.weight
 """
 
@@ -48,16 +51,23 @@ shared_w1?mtp    s d    mlp.shared_expert.gate_proj.weight
 shared_w3?mtp    s d    mlp.shared_expert.up_proj.weight
 shared_w2?mtp    d s    mlp.shared_expert.down_proj.weight
 shared_gate?mtp  one d  mlp.shared_expert_gate.weight
+"""
+
+MTP_NORM_2 = """
 norm_2?mtp       d      post_attention_layernorm.weight
 """
 
 MTP = (
     qwen3_5_text.MTP,
-    "logical  axes  hf: mtp.layers.{j}." + qwen3_5_text.MTP_ATTENTION + MTP_EXPERTS,
+    "logical  axes  hf: mtp.layers.{j}."
+    + qwen3_5_text.MTP_ATTENTION
+    + qwen3_5_text.MTP_INPUT_NORM
+    + MTP_EXPERTS
+    + MTP_NORM_2,
     "logical  hf-3.5, hf-fresh: mtp.layers.{j}." + APART,
 )
 
-LAYER = qwen3_5_text.LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + EXPERTS
+LAYER = qwen3_5_text.LINEAR + qwen3_next.ATTENTION + EXPERTS + NORM_2
 
 SIZES = {
     **{axis: n for axis, n in qwen3_next.FAMILY.sizes.items() if axis != "f"},

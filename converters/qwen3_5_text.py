@@ -61,6 +61,9 @@ v?mtp       (k e) d      self_attn.v_proj.weight
 o?mtp       d (h e)      self_attn.o_proj.weight
 q_norm?mtp  e            self_attn.q_norm.weight
 k_norm?mtp  e            self_attn.k_norm.weight
+"""
+
+MTP_INPUT_NORM = """
 norm_1?mtp  d            input_layernorm.weight
 """
 
@@ -76,7 +79,7 @@ logical  axes  mlx
 output   v d   language_model.lm_head.weight
 """
 
-LAYER = LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + FEED_FORWARD
+LAYER = LINEAR + qwen3_next.ATTENTION + FEED_FORWARD
 
 AT_MLX = "mlx: model.", "mlx: language_model.model."
 
@@ -125,7 +128,7 @@ FAMILY: Family = replace(
         "logical  axes  hf: model." + NORM,
         OUTPUT,
         MTP,
-        "logical  axes  hf: mtp.layers.{j}." + MTP_ATTENTION + MTP_FEED_FORWARD,
+        "logical  axes  hf: mtp.layers.{j}." + MTP_ATTENTION + MTP_INPUT_NORM + MTP_FEED_FORWARD,
         *MLX,
         *MCORE,
         *MCORE_DENSE,

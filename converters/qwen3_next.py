@@ -39,6 +39,9 @@ linear_dt_bias@linear  lh                linear_attn.dt_bias
 linear_a_log@linear    lh                linear_attn.A_log
 linear_norm@linear     le                linear_attn.norm.weight
 linear_o@linear        d (lh le)         linear_attn.out_proj.weight
+"""
+
+LINEAR_NORM = """
 linear_norm_1@linear   d                 input_layernorm.weight
 """
 
@@ -53,8 +56,13 @@ q_bias@full?qkv  (k q g e)    self_attn.q_proj.bias
 k_bias@full?qkv  (k e)        self_attn.k_proj.bias
 v_bias@full?qkv  (k e)        self_attn.v_proj.bias
 o_bias@full?     d            self_attn.o_proj.bias
+"""
+
+FULL_NORM = """
 norm_1@full      d            input_layernorm.weight
 """
+
+ATTENTION = CONVOLUTION + LINEAR_NORM + FULL + FULL_NORM
 
 NORMS = """
 norm_2@dense    d  post_attention_layernorm.weight
@@ -160,7 +168,7 @@ FAMILY: Family = replace(
     layouts=("hf", "hf-v5", "mlx", "mcore"),
     tables=(
         _hf.BEFORE,
-        LINEAR + CONVOLUTION + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
+        LINEAR + ATTENTION + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
         _hf.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
