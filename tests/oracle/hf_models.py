@@ -93,7 +93,9 @@ def randomize(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0)
 def has_zero_centred_norms(config: Any) -> bool:
     """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
     kind = str(config.model_type)
-    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5", "paligemma", "minimax_m3", "step3p"))
+    named = kind.startswith(
+        ("gemma", "qwen3_next", "qwen3_5", "qwen4", "paligemma", "minimax_m3", "step3p")
+    )
     return named and not kind.startswith("gemma4")
 
 

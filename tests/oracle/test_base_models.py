@@ -23,7 +23,7 @@ from tests.oracle import hf_models
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 ANEW = (
-    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen4_exp", "qwen4_exp_text"),
     "kimi_linear",
 )
 """Families that transformers 5 saves with other names or experts than they were published."""

@@ -74,6 +74,7 @@ def with_swapped_norms(state: State) -> State:
     consequence. A model whose norms have no weights gets two of its matrices swapped.
     """
     within = ("q_norm", "k_norm", "query_", "key_", "b_layernorm", "c_layernorm")
+    within += ("ple.norm_key", "ple.norm_query")
     for dims, parts in ((1, ("norm", "ln_")), (2, ("layers.",))):
         seen: dict[torch.Size, str] = {}
         for name, value in state.items():

@@ -24,6 +24,7 @@ ELSEWHERE = {
         for name in ("qwen3_5_moe", "qwen3_5_moe_text")
         for layout in ("hf-3.5", "hf-fresh")
     },
+    **{(name, "hf-fresh"): "test_qwen_vl.py" for name in ("qwen4_exp", "qwen4_exp_text")},
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
     **{
         (name, "hf-fresh"): "test_fresh.py"

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from tests.oracle.models import distance
+from tests.oracle.models import distance, require_same
 from tests.oracle.test_families import WRONG, saved
 from tests.oracle.tiny import TINY
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
-from tests.oracle.peers import missing, torchtitan_qwen
+from tests.oracle.peers import missing, mlx, mlx_vlm, torchtitan_qwen
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 LAYOUTS = ("hf", "hf-3.5", "hf-fresh")
@@ -57,6 +57,62 @@ def test_transformers_loads_every_layout_with_same_logits(
         state[key] = torch.cat(state[key].chunk(2, dim=1)[::-1], dim=1)
         save_file(state, out / "model.safetensors", {"format": "pt"})
         assert distance(hf_models.logits(hf_models.load_strict(out)), expected) > WRONG
+
+
+INDEXED = {"qwen4_exp": "model.language_model.layers", "qwen4_exp_text": "model.layers"}
+
+
+def predict_indexed(folder: Path, layers: str) -> None:
+    """Let the indexed layer be the one that predicts one more token, all experts apart."""
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    for old, new in ((f"{layers}.3.", "mtp.layers.0."), (layers[:-6] + "hyper", "mtp.hyper")):
+        state |= {
+            key.replace(old, new): value.clone()
+            for key, value in state.items()
+            if key.startswith(old)
+        }
+    state |= {f"mtp.fc_{name}.weight": torch.randn(48, 48) for name in ("embedding", "hidden")}
+    state["mtp.pre_fc_norm_embedding.weight"] = torch.randn(48)
+    state["mtp.pre_fc_norm_hidden.weight"] = torch.randn(3 * 48)
+    save_file(state, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", ["hf", "hf-fresh"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_transformers_loads_qwen4_on_the_hub_with_same_logits(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    _, folder, expected = saved(tmp_path, name)
+    predict_indexed(folder, INDEXED[name])
+    hub, out = tmp_path / "hub", tmp_path / "out"
+    ckptctl.convert(folder, hub, to="hf", to_layout="hf")
+    ckptctl.convert(hub, out, to="hf", to_layout=layout)
+    assert torch.equal(hf_models.logits(hf_models.load_strict(out)), expected)
+    state = load_file(out / "model.safetensors")
+    assert ("mtp.layers.0.mlp.experts.0.up_proj.weight" in state) == (layout == "hf-fresh")
+    if layout == "hf-fresh":
+        require_same(state, load_file(folder / "model.safetensors"))
+    table = f"{INDEXED[name]}.2.ple.ple_embedding.ngram_embedding.shard_"
+    first, last = f"{table}0.weight", f"{table}3.weight"
+    state |= {first: state[last].clone(), last: state[first].clone()}
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    assert distance(hf_models.logits(hf_models.load_strict(out)), expected) > WRONG
+
+
+def test_mlx_vlm_drafter_loads_qwen4_mtp_layers(tmp_path: Path) -> None:
+    if missing(mlx_vlm):
+        pytest.skip("mlx-vlm is not installed")
+    from mlx_vlm.speculative.drafters import qwen4_exp_mtp
+
+    _, folder, _ = saved(tmp_path, "qwen4_exp")
+    predict_indexed(folder, INDEXED["qwen4_exp"])
+    ckptctl.convert(folder, tmp_path / "hub", to="hf", to_layout="hf")
+    state = load_file(tmp_path / "hub" / "model.safetensors")
+    text = mlx_vlm.spelled(TINY["qwen4_exp"]())["text_config"]
+    drafter = qwen4_exp_mtp.Model(qwen4_exp_mtp.ModelConfig.from_dict({"text_config": text}))
+    predicting = {key: mlx._mlx(value) for key, value in state.items() if key.startswith("mtp.")}
+    drafter.load_weights([*drafter.sanitize(predicting).items()], strict=True)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])

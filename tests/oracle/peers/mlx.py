@@ -221,10 +221,12 @@ def _torch(value: Any) -> torch.Tensor:
     import mlx.core as mx
     import numpy as np
 
-    return torch.from_numpy(np.array(value.astype(mx.float32)))
+    is_whole = mx.issubdtype(value.dtype, mx.integer)
+    return torch.from_numpy(np.array(value if is_whole else value.astype(mx.float32)))
 
 
 def _mlx(value: torch.Tensor) -> Any:
     import mlx.core as mx
 
-    return mx.array(value.float().contiguous().numpy())
+    found = value.float() if value.is_floating_point() else value
+    return mx.array(found.contiguous().numpy())

@@ -14,6 +14,8 @@ from transformers import (
     Qwen3OmniMoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    Qwen4ExpConfig,
+    Qwen4ExpTextConfig,
 )
 
 from tests.oracle.tiny.qwen import TIED, sizes
@@ -106,6 +108,39 @@ def qwen3_5_moe_text() -> PretrainedConfig:
 def qwen3_5_moe() -> PretrainedConfig:
     """Qwen3.5 35B-A3B: experts and a shared one in every layer."""
     return Qwen3_5MoeConfig(text_config=_hybrid_experts(), vision_config=vision_sizes(), **SPECIAL)
+
+
+def _indexed_experts() -> dict[str, Any]:
+    """Hyper-connections, six indexed tokens, n-gram embeddings in two layers of four."""
+    return _hybrid_experts() | {
+        "hidden_size": 48,
+        "hc_count": 3,
+        "hc_lowrank": 10,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 32,
+        "ple_conv_kernel_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 20,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+        "indexer_n_heads": 3,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 12,
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 2,
+        "output_gate_type": "sigmoid",
+    }
+
+
+def qwen4_exp_text() -> PretrainedConfig:
+    """What is saved of the text model of Qwen3.8 Flash Next."""
+    return Qwen4ExpTextConfig(**_indexed_experts())
+
+
+def qwen4_exp() -> PretrainedConfig:
+    """Qwen3.8 Flash Next 125B-A6B."""
+    vision = vision_sizes() | {"out_hidden_size": 48}
+    return Qwen4ExpConfig(text_config=_indexed_experts(), vision_config=vision, **SPECIAL)
 
 
 def deep_vision_sizes() -> dict[str, Any]:
@@ -206,6 +241,8 @@ TINY = {
     "qwen3_5.tied": qwen3_5_tied,
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_5_moe": qwen3_5_moe,
+    "qwen4_exp_text": qwen4_exp_text,
+    "qwen4_exp": qwen4_exp,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl.tied": qwen3_vl_tied,
