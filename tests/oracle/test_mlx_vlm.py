@@ -22,6 +22,7 @@ pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
 import mlx.core as mx
 from mlx_lm import utils as text_utils
 from mlx_vlm import utils
+from safetensors.torch import load_file, save_file
 
 from tests.oracle import hf_models
 from tests.oracle.models import TOLERANCE, distance, tokens
@@ -86,6 +87,35 @@ def test_mlx_lm_loads_text_part_with_same_logits(tmp_path: Path, name: str) -> N
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     assert near(mlx._torch(theirs(mx.array(ids.numpy()))), expected)
+
+
+def test_drafter_loads_glm5_mtp_layer(tmp_path: Path) -> None:
+    """The layer after all others is a copy of one with an indexer, without hyper-connections."""
+    from mlx_vlm.speculative.drafters import glm5_next_mtp
+    from mlx_vlm.speculative.drafters.glm5_next_mtp.split import Glm5NextMTPSplitter
+
+    hf_models.save(hf_models.random_model(TINY["glm5_next"]()), tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    state = load_file(file)
+    old, new = (f"model.language_model.layers.{n}." for n in (1, 3))
+    state |= {
+        key.replace(old, new): value.clone()
+        for key, value in state.items()
+        if key.startswith(old) and ".hc_" not in key
+    }
+    state |= {f"{new}{name}.weight": torch.randn(48) for name in ("enorm", "hnorm")}
+    state[f"{new}shared_head.norm.weight"] = torch.randn(48)
+    state[f"{new}eh_proj.weight"] = torch.randn(48, 96)
+    save_file(state, file, {"format": "pt"})
+    assert ckptctl.verify(tmp_path / "hf").verdict == "complete"
+    ckptctl.convert(tmp_path / "hf", tmp_path / "out.pt", to="torch", to_layout="hf")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    text = mlx_vlm.spelled(TINY["glm5_next"]())["text_config"]
+    drafter = glm5_next_mtp.Model(glm5_next_mtp.ModelConfig.from_dict({"text_config": text}))
+    weights = {key: mlx._mlx(value) for key, value in found.items() if key.startswith(new)}
+    renamed = Glm5NextMTPSplitter().rename(weights, text)
+    drafter.load_weights([*drafter.sanitize(renamed).items()], strict=True)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"])

@@ -25,6 +25,9 @@ GIVEN = (
 )
 """What is passed on as transformers is given it."""
 
+PUBLISHED = {"indexed_attention": "full_attention"}
+"""Kinds of layers that transformers renames when it reads published models."""
+
 ONE_PICTURE = ("glm4v", "glm4v_moe", "internvl", "llava", "paligemma")
 """Models that mlx-vlm gives all pictures of a batch to each of its sequences."""
 
@@ -62,6 +65,10 @@ def not_stated(config: Any) -> dict[str, Any]:
         stated = {"use_qk_norm": False, "rope_scaling": scaling}
         text = mlx.spelled_as_before(config)["text_config"] | stated
         return {"vision_start_token_id": config.image_start_token_id, "text_config": text}
+    if config.model_type in ("glm5_next", "qwen4_exp"):
+        kinds = [PUBLISHED.get(kind, kind) for kind in config.text_config.layer_types]
+        text = mlx.spelled_as_before(config)["text_config"] | {"layer_types": kinds}
+        return {"text_config": text}
     if config.model_type != "gemma3":
         return {}
     stated = {"mm_tokens_per_image": config.mm_tokens_per_image}
@@ -127,6 +134,7 @@ NAMES = (
         "idefics3",
         "glm4v",
         "glm4v_moe",
+        "glm5_next",
         "qwen2_vl",
         "qwen2_5_vl",
         "qwen3_vl",
@@ -135,7 +143,7 @@ NAMES = (
         "qwen3_omni_moe",
         "qwen3_omni_moe.thinker",
     ),
-    *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
+    *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "qwen4_exp", "gemma3"),
     *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
     *("minimax_m3_vl.alike", "step3p7"),
 )

@@ -9,6 +9,7 @@ from transformers import (
     Ernie4_5_VLMoeConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
+    Glm5NextConfig,
     Idefics3Config,
     InklingConfig,
     InternVLConfig,
@@ -178,6 +179,35 @@ def glm4v_moe() -> PretrainedConfig:
     return Glm4vMoeConfig(text_config=text, vision_config=_glm_vision(), **GLM_SPECIAL)
 
 
+def glm5_next() -> PretrainedConfig:
+    """GLM-5.3 Flash: delta nets, then latent attention with an indexer and without; experts."""
+    text = COMMON | {
+        "vocab_size": MULTIMODAL_VOCAB,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 40,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 22,
+        "index_topk": 6,
+        "index_kpool": 2,
+        "index_head_dim": 14,
+        "index_n_heads": 13,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 12,
+        "linear_num_heads": 6,
+        "hc_mult": 2,
+    }
+    vision = _glm_vision() | {"out_hidden_size": 48, "projection_intermediate_size": 52}
+    return Glm5NextConfig(text_config=text, vision_config=vision, **GLM_SPECIAL)
+
+
 def muse_spark() -> PretrainedConfig:
     """Muse Spark: a dense layer, then experts; the last layer does not rotate."""
     text = COMMON | {
@@ -296,5 +326,6 @@ TINY = {
     "glm4v": glm4v,
     "glm4v_moe": glm4v_moe,
     "inkling": inkling,
+    "glm5_next": glm5_next,
     "muse_spark": muse_spark,
 }
