@@ -149,7 +149,7 @@ NOT_EXTRACTED = {
     "gpt2": "no difference that an adapter can represent",
 }
 """Models without layers that PEFT could adapt as ckptctl writes factors, and the error."""
-RENAMED_BY_PEFT = ("laguna",)
+RENAMED_BY_PEFT = ("laguna", "mistral_large4")
 """Models whose modules PEFT renames when it loads an adapter, so that it misses their factors.
 
 The pattern ``mlp.shared_expert.`` in transformers' ``conversion_mapping.py`` also matches

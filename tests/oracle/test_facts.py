@@ -38,11 +38,19 @@ UNDECIDED = (
 """What transformers refuses and ckptctl does not find: facts that switch tensors off where they are
 not stated, and others that transformers compares with each other."""
 
+INDEXED = {
+    *(("indexer_n_heads", "absent"), ("indexer_head_dim", "absent")),  # it has no default
+    ("num_experts_per_tok", "zero"),  # which it loads in other models
+}
 UNDECIDED_IN = {
     "gpt2": {("n_inner", "absent")},
     "internvl": {("text_config.model_type", "absent"), ("vision_config.norm_type", "absent")},
     "jamba": {("mamba_dt_rank", "absent")},
     "laguna": {("num_attention_heads", "zero")},  # it states the heads of each layer, too
+    "mistral_large4": {  # it compares the layers with each other
+        ("text_config.kv_source_layers", "rotated"),
+        ("text_config.kv_source_layers", "shorter"),
+    },
     "muse_spark": {("audio_config", "absent")},
     "qwen3_omni_moe": {
         # transformers gives two submodels no model type, by which defaults are known.
@@ -61,6 +69,8 @@ UNDECIDED_IN = {
         *((f"talker_config.{name}_config.head_dim", "more") for name in ("code_predictor", "text")),
         ("talker_config.code_predictor_config.num_hidden_layers", "absent"),
     },
+    "qwen4_exp": {(f"text_config.{fact}", kind) for fact, kind in INDEXED},
+    "qwen4_exp_text": INDEXED,
 }
 """The same in single families."""
 

@@ -9,6 +9,7 @@ from transformers import (
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
+    MistralLarge4Config,
     MixtralConfig,
     PretrainedConfig,
 )
@@ -106,6 +107,30 @@ def ministral3_vision() -> PretrainedConfig:
     )
 
 
+def mistral_large4() -> PretrainedConfig:
+    """Mistral Large 4: its third layer reuses keys, values and tokens, the last does not rotate."""
+    text = SIZES | {
+        "model_type": "mistral_large4_text",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 18,
+        "index_topk": 9,
+        "index_head_dim": 14,
+        "index_n_heads": 13,
+        "kv_source_layers": [0, 1, 1, 3],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_parameters": YARN,
+    }
+    return with_tower(text, MistralLarge4Config, spatial_merge_size=2, vision_feature_layer=-1)
+
+
 def pixtral() -> PretrainedConfig:
     """Pixtral 12B, which transformers runs as LLaVA."""
     return LlavaConfig(
@@ -126,6 +151,7 @@ TINY = {
     "ministral3.unscaled": ministral3_unscaled,
     "ministral3_vision": ministral3_vision,
     "mistral3": mistral3,
+    "mistral_large4": mistral_large4,
     "pixtral": pixtral,
     "mixtral": mixtral,
 }
