@@ -23,7 +23,7 @@ expert_w1      mlp.switch_mlp.gate_proj.weight
 expert_w3      mlp.switch_mlp.up_proj.weight
 expert_w2      mlp.switch_mlp.down_proj.weight
 ple_conv       ple.conv1d.weight hd pt one
-ple_table      ple.ple_embedding.ngram_embedding.shards.{n}.weight
+ple_table      ple.ple_embedding.ngram_embedding.shards.{y}.weight
 """
 
 NESTED_FORMULAS = (

@@ -51,7 +51,7 @@ ple_conv?ple         hd one pt   ple.conv1d.weight
 ple_multipliers?ple  ng          ple.ple_embedding.layer_multipliers
 ple_sizes?ple        nh          ple.ple_embedding.ngram_heads_vocab_sizes
 ple_offsets?ple      nh          ple.ple_embedding.ngram_heads_offsets
-ple_table?ple        (n nr) ne   ple.ple_embedding.ngram_embedding.shard_{n}.weight
+ple_table?ple        (y nr) ne   ple.ple_embedding.ngram_embedding.shard_{y}.weight
 """
 
 TABLE = """
@@ -127,7 +127,7 @@ SIZES = qwen3_5_moe_text.SIZES | {
     "pe": ("ple_embed_dim|hidden_size", ""),
     "pt": ("ple_conv_kernel_size", ""),
     "ng": ("ngram_size", ""),
-    "n": ("split_ngram_parts", ""),
+    "y": ("split_ngram_parts", ""),
 }
 
 NESTED = {
@@ -182,7 +182,7 @@ FAMILY: Family = replace(
         "pt": 6,
         "ng": 8,
         "nh": 10,
-        "n": 2,
+        "y": 2,
         "nr": 14,
         "ne": 15,
     },

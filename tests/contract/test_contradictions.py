@@ -39,7 +39,7 @@ UNSEEN = {
     "vh": "the same of a vision tower",
     "f": "no layer of this model is dense",
     "pv": "no layer of this model has an embedding of its own",
-    "n": "transformers joins any number of shards of rows: Qwen 3.8 Flash Next only",
+    "y": "transformers joins any number of shards of rows: Qwen 3.8 Flash Next only",
     "j": "none of its layers predict further tokens: transformers leaves them out",
 }
 UNSEEN_IN = {
