@@ -1,4 +1,4 @@
-"""Tables of n-gram embeddings, whose rows are in several tensors on the Hub and in one in memory."""
+"""Tables of n-gram embeddings: their rows are in several tensors on the Hub, in one in memory."""
 
 from __future__ import annotations
 
