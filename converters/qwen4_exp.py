@@ -56,7 +56,7 @@ FAMILY: Family = replace(
     ),
     like={"hf-fresh": "hf", "mlx": ""},
     architecture="Qwen4ExpForConditionalGeneration",
-    demands=(Demand(("ple",), positions="text_config.ple_layer_ids"),),
+    demands=(Demand(("ple",), numbers="text_config.ple_layer_ids", start=1),),
     formulas=(*qwen3_5.VISION_FORMULAS, *NESTED_FORMULAS),
     kinds=tuple(kind.with_prefix("text_config") for kind in qwen4_exp_text.FAMILY.kinds),
     sizes={

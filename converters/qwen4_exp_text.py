@@ -158,7 +158,7 @@ FAMILY: Family = replace(
     like={"hf-fresh": "hf"},
     architecture="Qwen4ExpForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
-    demands=(Demand(("ple",), positions="ple_layer_ids"),),
+    demands=(Demand(("ple",), numbers="ple_layer_ids", start=1),),
     formulas=FORMULAS,
     free=("nr",),
     unquantized=UNQUANTIZED,
