@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptctl.catalog import VIRTUAL_PREFIX
 from ckptctl.errors import RefusedError, format_option
 from ckptctl.numerics.kinds.narrow_floats import FP8_SCALE_OF_HALVES, shift_fp8_to_float16
-from ckptctl.storage.compute_device import cache_tables
 from ckptctl.storage.computed import InputTensor, Kind, OutputRectangle, SharedResults
 from ckptctl.storage.outcome import NO_ROUNDING, Rounding
 
@@ -45,13 +44,13 @@ if TYPE_CHECKING:
 
     Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-CHUNK_ELEMENTS = 1 << 17
+CHUNK_ELEMENTS = 1 << 18
 """Approximate number of elements that are quantized at a time, in complete blocks."""
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 """The same on a CUDA device, where the launch of a kernel takes longer than its computation."""
 FP8_MAX, FP4_MAX = 448.0, 6.0
 """The largest values of E4M3 and E2M1."""
-EXPONENT_BIAS, INFINITE_EXPONENT, FLOAT32_MANTISSA_BITS = 127, 255, 23
+EXPONENT_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 EXPONENT_MASK, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
 """Bit masks of a float32."""
 E2M1_STEP = 1.5 * 2.0**22
@@ -63,6 +62,8 @@ E2M1_OF_HALVES = 2.0**-14
 """Factor that maps E2M1 values to float16 values with the same lowest exponent bit."""
 ROUND_TO_INTEGER = 1.5 * 2.0**23
 """Summand that rounds a float32 to an integer, with ties to even, which its lowest bits contain."""
+MIN_FLOAT32_SQUARES, MAX_FLOAT32_SQUARES = 1e-20, 1e35
+"""Sums of squares between which float32 can neither overflow nor lose what matters."""
 BYTE_BITS = 8
 CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
 """Shifts and masks that convert two scaled float16 in an int32 to two E2M1 codes in a byte."""
@@ -80,6 +81,8 @@ class _BlockScheme:
         to_stored_scales: Converts divisors to the scales that the output stores.
         is_float32: Whether to compute in float32 regardless of the weight's dtype.
         is_inverse: Whether *compute_divisors* returns factors instead of divisors.
+        has_power_scales: Whether divisors are powers of two, for which the quotients, once rounded,
+            do not exceed the largest value of E4M3 or E2M1.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
         integer_bits: Bits of an integer, or 0 if elements are floating-point.
         columns_per_element: Number of columns of the weight that a stored element contains.
@@ -91,6 +94,7 @@ class _BlockScheme:
     to_stored_scales: Callable[[torch.Tensor], torch.Tensor]
     is_float32: bool = False
     is_inverse: bool = False
+    has_power_scales: bool = False
     is_packed: bool = False
     integer_bits: int = 0
     columns_per_element: int = 1
@@ -246,7 +250,7 @@ class _Blocks:
         """
         import torch
 
-        bits = self._allocate("bits", "int32")
+        bits = self._allocate("values", "int32")
         torch.bitwise_and(self._elements.view(torch.int32), MAGNITUDE_MASK, out=bits)
         largest = bits.amax((1, 3)).view(torch.float32)
         largest = largest if self._scheme.is_float32 else largest.to(self._dtype)
@@ -269,7 +273,9 @@ class _Blocks:
         else:
             torch.div(self._elements, wide_divisors, out=values)
         dtype = torch.promote_types(self._dtype, divisors.dtype)
-        if dtype != torch.float32 and not self._scheme.is_float32:
+        # By powers of two, only values that E4M3 rounds to 0 are inexact, and E2M1 has no -0.
+        is_exact = self._scheme.has_power_scales and not self._scheme.is_packed
+        if dtype != torch.float32 and not (self._scheme.is_float32 or is_exact):
             values.copy_(self._allocate("narrow", str(dtype).removeprefix("torch.")).copy_(values))
         if self._scheme.integer_bits:
             return self._round_to_integers(self._scheme.integer_bits)
@@ -287,16 +293,15 @@ class _Blocks:
         if not wanted_errors.numel():
             return NO_ROUNDING
         low, high = torch.aminmax(wanted_errors)
-        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
         return Rounding(
             max(-float(low), float(high)),
-            float(norm(wanted_errors)) ** 2,
-            float(norm(wanted_elements)) ** 2,
+            _sum_squares(wanted_errors),
+            _sum_squares(wanted_elements),
         )
 
     def _round_to_e4m3(self) -> torch.Tensor:
         """Round the quotients to E4M3 and return their bytes."""
-        values = self._values.clamp_(-FP8_MAX, FP8_MAX)
+        values = self._clamp(FP8_MAX)
         codes = self._allocate("codes", "float8_e4m3fn").copy_(values)
         halves = shift_fp8_to_float16(codes.view(-1), self._allocate("moved", "int16").view(-1))
         self._factors = self._factors * FP8_SCALE_OF_HALVES
@@ -333,7 +338,7 @@ class _Blocks:
         """
         import torch
 
-        values = self._values.clamp_(-FP4_MAX, FP4_MAX).add_(0.0)  # no -0
+        values = self._clamp(FP4_MAX).add_(0.0)  # no -0
         steps = self._allocate("steps", "float32")
         torch.bitwise_and(values.view(torch.int32), EXPONENT_MASK, out=steps.view(torch.int32))
         steps.clamp_min_(1.0).mul_(E2M1_STEP)
@@ -349,6 +354,9 @@ class _Blocks:
             codes |= torch.bitwise_right_shift(pairs, shift, out=bits).bitwise_and_(mask)
         return codes
 
+    def _clamp(self, limit: float) -> torch.Tensor:
+        return self._values if self._scheme.has_power_scales else self._values.clamp_(-limit, limit)
+
     def _allocate(self, use: str, dtype: str) -> torch.Tensor:
         return self._out.get_scratch(f"quantize {use}", dtype, self._size).view(self._shape)
 
@@ -357,8 +365,20 @@ class _Blocks:
         return blocks.view(rows * block_rows, columns * blocks.shape[-1])
 
 
+def _sum_squares(matrix: torch.Tensor) -> float:
+    """Return the sum of squares, in float32 for each row unless that could overflow or vanish."""
+    import torch
+
+    norms = torch.linalg.vector_norm(matrix, dim=1)
+    total = float(torch.linalg.vector_norm(norms, dtype=torch.float64)) ** 2
+    if MIN_FLOAT32_SQUARES < total < MAX_FLOAT32_SQUARES:
+        return total
+    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
+
+
 def _require_finite(weight: InputTensor, values: torch.Tensor) -> torch.Tensor:
-    if not bool(values.isfinite().all()):
+    """Return nonnegative *values*, or raise if one of them is infinite or NaN."""
+    if not float(values.amax()) < math.inf:
         raise RefusedError(
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
             where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL_PREFIX)}`",
@@ -397,41 +417,23 @@ def _compute_power_scales(
 ) -> torch.Tensor:
     """Compute power-of-two scales from the *largest* absolute value of each block.
 
-    A scale is rounded up where the largest value would overflow.
+    A scale is rounded up where the largest value would overflow. A scale that is zero in float16 is
+    replaced by 1.
     """
     import torch
 
     kinds = {torch.float32: (torch.int32, 23), torch.float16: (torch.int16, 10)}
     integer_dtype, mantissa = kinds.get(largest.dtype, (torch.int16, 7))
     bits = largest.view(integer_dtype) + (1 << (mantissa - 2))
-    rounded = (bits & -(1 << mantissa)).view(largest.dtype)
-    exponents = _read_exponents(rounded)
-    is_infinite = exponents == INFINITE_EXPONENT
-    exponents = exponents.where(is_infinite, (exponents - offset).clamp_min(0))
-    scales = _build_power_table().index_select(0, exponents.view(-1)).view(exponents.shape)
-    scales = scales.to(largest.dtype)
-    return scales.where(scales != 0, 1.0)
+    rounded = bits.bitwise_and_(-(1 << mantissa)).view(largest.dtype)
+    scales = (rounded.float() * 2.0**-offset).clamp_min_(2.0**-EXPONENT_BIAS).to(largest.dtype)
+    return scales if largest.dtype != torch.float16 else scales.where(scales != 0, 1.0)
 
 
 def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return _read_exponents(scales).to(torch.uint8)
-
-
-def _read_exponents(powers: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of nonnegative *powers* of two, plus :data:`EXPONENT_BIAS`, as int32."""
-    import torch
-
-    return powers.float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
-
-
-@cache_tables()
-def _build_power_table() -> torch.Tensor:
-    """Build a table ``[256]`` of the float32 value of each E8M0 scale."""
-    import torch
-
-    return torch.tensor([2.0 ** (exponent - EXPONENT_BIAS) for exponent in range(256)])
+    return (scales.float().view(torch.int32) >> FLOAT32_MANTISSA_BITS).to(torch.uint8)
 
 
 def _divide(values: torch.Tensor, divisor: float) -> torch.Tensor:
@@ -493,12 +495,15 @@ def _compute_global_scale(out: OutputRectangle) -> None:
     )
 
 
-MXFP8 = _BlockScheme(1, 32, partial(_compute_power_scales, offset=8), _to_e8m0)
+MXFP8 = _BlockScheme(
+    1, 32, partial(_compute_power_scales, offset=8), _to_e8m0, has_power_scales=True
+)
 MXFP4 = _BlockScheme(
     1,
     32,
     partial(_compute_power_scales, offset=2),
     _to_e8m0,
+    has_power_scales=True,
     is_packed=True,
     columns_per_element=2,
 )
