@@ -90,6 +90,23 @@ def test_reference_quantizers_match_stored_digests(
         assert found == DIGESTS[key]
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in PRESETS if scheme.startswith("mx")])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_quotients_that_underflow_match_llm_compressor(
+    tmp_path: Path, scheme: str, dtype: torch.dtype
+) -> None:
+    """E4M3 stores the sign of a quotient that becomes 0 in the dtype of the weight, E2M1 not."""
+    state, config = llama(False, dtype)
+    weight = state["model.layers.0.self_attn.q_proj.weight"]
+    info = torch.finfo(dtype)
+    for column, value in enumerate((info.smallest_normal * info.eps, info.smallest_normal)):
+        weight[:, column::8], weight[:, column + 2 :: 8] = value, -value
+    save_hf(tmp_path / "source", state, config)
+    wanted = reference(scheme, tmp_path / "source", tmp_path / "wanted")
+    ckptctl.convert(tmp_path / "source", tmp_path / "found", to="hf", quantize=scheme)
+    assert digest(load_file(tmp_path / "found" / "model.safetensors")) == digest(wanted)
+
+
 @pytest.mark.parametrize("scheme", WIDE)
 def test_reference_refuses_groups_that_do_not_divide_a_row(tmp_path: Path, scheme: str) -> None:
     save_hf(tmp_path / "source", *llama(True, torch.bfloat16))
