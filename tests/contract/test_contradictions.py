@@ -39,7 +39,6 @@ UNSEEN = {
     "vh": "the same of a vision tower",
     "f": "no layer of this model is dense",
     "pv": "no layer of this model has an embedding of its own",
-    "y": "transformers joins any number of shards of rows: Qwen 3.8 Flash Next only",
     "j": "none of its layers predict further tokens: transformers leaves them out",
 }
 UNSEEN_IN = {
