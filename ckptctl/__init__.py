@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ckptctl.runs.removal import PrunePlan as PrunePlan
     from ckptctl.runs.removal import PruneResult as PruneResult
     from ckptctl.save_load.loading.load_options import LoadReport as LoadReport
-    from ckptctl.verbs.averages.averaging import AveragePlan as AveragePlan
+    from ckptctl.verbs.averaging import AveragePlan as AveragePlan
     from ckptctl.verbs.comparison.diff_result import Difference as Difference
     from ckptctl.verbs.consolidate_metadata import MetadataPlan as MetadataPlan
     from ckptctl.verbs.consolidate_metadata import MetadataResult as MetadataResult
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AsyncSaver": "ckptctl.distributed.background.async_save",
-    "AveragePlan": "ckptctl.verbs.averages.averaging",
+    "AveragePlan": "ckptctl.verbs.averaging",
     "Catalog": "ckptctl.catalog",
     "CheckpointManager": "ckptctl.distributed.run.manager",
     "CkptError": "ckptctl.errors",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from ckptctl.errors import UsageError, format_option
-from ckptctl.options import ParsedValues, require_choice
+from ckptctl.options import ParsedValues, parse_number, require_choice
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import pluralize
 
@@ -198,6 +198,29 @@ def _check_format(value: str, choices: Sequence[str]) -> str:
     from ckptctl import formats
 
     return require_choice(value, "format", choices, formats.map_other_names(), "ckptctl formats")
+
+
+def parse_weights(texts: Sequence[str]) -> tuple[float, ...]:
+    """Parse comma-separated weights."""
+    return tuple(parse_number(float, part) for text in texts for part in text.split(","))
+
+
+def check_weights(value: Sequence[float]) -> tuple[float, ...]:
+    """Return weights as a tuple, or raise unless they are non-negative numbers with a sum above 0.
+
+    A weight of 0 would read a checkpoint for nothing, so it is an error, too.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UsageError(f"{value!r} is not a list of numbers")
+    for weight in value:
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UsageError(f"{weight!r} is not a number")
+        if not (0 < weight < math.inf):
+            raise UsageError(
+                f"{weight:g} is not a positive number",
+                why="an average is between its inputs, so all weights are positive",
+            )
+    return tuple(map(float, value))
 
 
 def check_positive(value: int) -> int:

@@ -4,7 +4,6 @@ Sources: Megatron-Core's ``transformer_config.py`` (0.16) and ``moe_utils.py``, 
 providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' configuration classes.
 """
 
-import re
 from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, get_facts
@@ -12,8 +11,13 @@ from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, get_fact
 
 def put_under(prefix: str, *tables: str) -> tuple[str, ...]:
     """Put *prefix* before the keys of *tables* whose only layout is ``mcore``."""
-    header = re.compile(r"mcore(?:: )?(\S*)\n")
-    return tuple(header.sub(rf"mcore: {prefix}\1\n", table, count=1) for table in tables)
+    return tuple(_put_under(prefix, table) for table in tables)
+
+
+def _put_under(prefix: str, table: str) -> str:
+    before, layout, after = table.partition("mcore")
+    own_prefix, newline, rows = after.partition("\n")
+    return f"{before}{layout}: {prefix}{own_prefix.removeprefix(': ')}{newline}{rows}"
 
 
 MODELS = "megatron.bridge.models."

@@ -10,7 +10,9 @@ from ckptctl.adapters import merging
 from ckptctl.adapters.merging import MergePlan
 from ckptctl.conversion import convert as conversion
 from ckptctl.conversion.conversion_options import (
+    NON_AVERAGE_OPTIONS,
     NON_CONSOLIDATION_OPTIONS,
+    AverageOptions,
     ConsolidationOptions,
     ConversionOptions,
     MergeOptions,
@@ -20,10 +22,8 @@ from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath, check_locations, check_new_location
 from ckptctl.options import Option
 from ckptctl.storage.publish import clean_up_if_refused
-from ckptctl.verbs import consolidate_metadata
-from ckptctl.verbs.averages import averaging
-from ckptctl.verbs.averages.average_options import UNSUPPORTED_OPTIONS, AverageOptions
-from ckptctl.verbs.averages.averaging import AveragePlan
+from ckptctl.verbs import averaging, consolidate_metadata
+from ckptctl.verbs.averaging import AveragePlan
 from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
 from ckptctl.verbs.lora_extraction import extract_lora as lora
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
@@ -128,7 +128,7 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     return conversion.run_conversion(plan.conversion, options.progress)
 
 
-@accept_keywords(AverageOptions, excluded=UNSUPPORTED_OPTIONS)
+@accept_keywords(AverageOptions, excluded=NON_AVERAGE_OPTIONS)
 def plan_average(
     sources: AnyPath | Sequence[AnyPath], dst: AnyPath, options: AverageOptions
 ) -> AveragePlan:
@@ -145,7 +145,7 @@ def plan_average(
     return averaging.plan_average(check_locations(sources), check_new_location(dst), options)
 
 
-@accept_keywords(_Average, excluded=UNSUPPORTED_OPTIONS)
+@accept_keywords(_Average, excluded=NON_AVERAGE_OPTIONS)
 def average(
     sources: AnyPath | Sequence[AnyPath], dst: AnyPath, options: _Average
 ) -> ConversionResult:

@@ -8,25 +8,25 @@ from typing import Annotated
 from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.conversion.conversion_options import NON_AVERAGE_OPTIONS, AverageOptions
 from ckptctl.option_checks import check_locations
 from ckptctl.options import Argument
 from ckptctl.ranks.coordinator import run_on_all_ranks
 from ckptctl.shared_options import Destination
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
-from ckptctl.verbs.averages.average_options import UNSUPPORTED_OPTIONS, AverageOptions
 
 
 @command(
     "ckptctl average step-800 step-900 step-1000 averaged",
     "ckptctl average runs/llama averaged --last 5 --to hf",
-    "ckptctl average runs/llama averaged --last 20 --schedule 1-sqrt --assets llama-3-8b",
+    "ckptctl average runs/llama averaged --last 4 --schedule 1-sqrt --verify",
     "ckptctl average step-800 step-900 step-1000 averaged --weights 1,1,2 --dry-run",
     "ckptctl average runs/llama averaged --every 1000 --ema 0.9 --dtype bf16",
     prints="ckptctl.conversion.plan:ConversionPlan | "
     "ckptctl.conversion.plan:ConversionResult & "
-    "ckptctl.verbs.averages.averaging:AveragePlan",
-    omitted_fields=UNSUPPORTED_OPTIONS,
+    "ckptctl.verbs.averaging:AveragePlan",
+    omitted_fields=NON_AVERAGE_OPTIONS,
 )
 def average(
     sources: Annotated[
@@ -48,7 +48,7 @@ def average(
     provides configuration and tokenizer. Optimizer state is only written with --only all, which
     averages moments and takes step counters from the last checkpoint.
     """
-    from ckptctl.verbs.averages.averaging import plan_average
+    from ckptctl.verbs.averaging import plan_average
 
     ranks = join_ranks(run.single_process, run.json)
     output = make_rank_printer(ranks, run.json, run.quiet)

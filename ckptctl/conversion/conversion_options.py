@@ -1,10 +1,10 @@
-"""Options of conversions, merges and consolidations."""
+"""Options of conversions, merges, consolidations and averages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
@@ -14,6 +14,10 @@ from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
     from ckptctl.storage.execution.execution_options import ExecutionOptions
+
+
+Schedule: TypeAlias = Literal["linear", "cosine", "1-sqrt"]
+_WEIGHTS_CONFLICT = "both set the weights"
 
 
 @option_group
@@ -372,3 +376,75 @@ NON_CONSOLIDATION_OPTIONS = (
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
 """Conversion options that ``consolidate`` lacks, because it keeps tensor names and sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageOptions(WriteOptions):
+    """Options of an average (``ckptctl average --help``)."""
+
+    to: Annotated[
+        str | None,
+        opt.target_format_option(
+            f"Format to write: {opt.FORMATS}.  [default: format of the last SRC]"
+        ),
+    ] = None
+    # Replaces the option that selects master or module weights, whose default applies.
+    weights: Annotated[
+        Sequence[float] | None,
+        Option(
+            "Weights of the checkpoints, in order, e.g. 1,1,2. They are divided by their sum.  "
+            "[default: equal weights]",
+            metavar="W,W,...",
+            parse=checks.parse_weights,
+            check=checks.check_weights,
+            python="Weights of the checkpoints, in order. They are divided by their sum.  "
+            "[default: equal weights]",
+            excludes=(
+                OptionConflict("ema", _WEIGHTS_CONFLICT),
+                OptionConflict("schedule", _WEIGHTS_CONFLICT),
+            ),
+        ),
+    ] = None  # type: ignore[assignment]
+    ema: Annotated[
+        float | None,
+        Option(
+            "Exponential moving average, e.g. 0.9.",
+            metavar="DECAY",
+            check=checks.check_fraction,
+            excludes=(OptionConflict("schedule", _WEIGHTS_CONFLICT),),
+        ),
+    ] = None
+    schedule: Annotated[
+        Schedule | None,
+        Option(
+            "Emulated decay (WSM): linear, cosine or 1-sqrt.",
+            metavar="SHAPE",
+        ),
+    ] = None
+    last: Annotated[
+        int | None,
+        Option(
+            "Average the newest N complete checkpoints of a run. SRC is the run's folder.",
+            metavar="N",
+            check=checks.build_minimum_check(2),
+        ),
+    ] = None
+    every: Annotated[
+        int | None,
+        Option(
+            "Select checkpoints of a run with a step divisible by K. SRC is the run's folder.",
+            metavar="K",
+            check=checks.check_positive,
+        ),
+    ] = None
+
+
+NON_AVERAGE_OPTIONS = (
+    "tag",
+    "ranks",
+    "fill_from",
+    "allow_missing",
+    "verify_replicas",
+    "lora_alpha",
+)
+"""Conversion options that ``average`` lacks, because they apply to a single source."""

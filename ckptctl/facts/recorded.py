@@ -59,6 +59,10 @@ class MegatronRecords:
             candidates += (candidate for candidate in fitting if candidate.is_exact)
         return candidates
 
+    def can_describe(self, family: Family) -> bool:
+        """See :meth:`RecordedFacts.can_describe`."""
+        return family.megatron is not None
+
     def contradicts_family(self, family: Family) -> bool:
         """Return whether the records contradict values that all models of *family* have."""
         return family.megatron is not None and not _is_consistent(

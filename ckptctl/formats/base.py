@@ -229,6 +229,9 @@ class RecordedFacts(Protocol):
             root: Folder of the checkpoint, for error messages.
         """
 
+    def can_describe(self, family: Family) -> bool:
+        """Return whether the trainer has fields for all facts of *family*."""
+
     def contradicts_family(self, family: Family) -> bool:
         """Return whether no model of *family* can have the recorded facts."""
 

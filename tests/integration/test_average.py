@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.verbs.averages.average_weights import compute_ema_weights, compute_schedule_weights
+from ckptctl.verbs.average_weights import compute_ema_weights, compute_schedule_weights
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
 
 State = dict[str, torch.Tensor]

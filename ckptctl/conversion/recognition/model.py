@@ -378,6 +378,12 @@ def _detect_candidates(
         if records and records.contradicts_family(families_by_name[candidate.family])
     ]
     fitting = [candidate for candidate in fitting if candidate not in contradicted]
+    if records and contradicted and not request.model_type:
+        # Records that exclude every family with these keys that they can describe do not confirm
+        # the others, which cannot be compared with them.
+        describable = [c for c in fitting if records.can_describe(families_by_name[c.family])]
+        contradicted += [] if describable else fitting
+        fitting = fitting if describable else []
     if not request.layout and not format.other_layouts:
         fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
     return fitting, contradicted

@@ -129,9 +129,11 @@ class McoreFormat(ItemFormat, WritableFormat):
 
     def parse_recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
         """See :meth:`Format.parse_recorded_facts`."""
+        if not catalog.extensions:
+            return None
         from ckptctl.facts.recorded import MegatronRecords  # most checkpoints have none
 
-        return MegatronRecords(catalog) if catalog.extensions else None
+        return MegatronRecords(catalog)
 
     def find_inner_checkpoint(self, path: TreePath) -> TreePath | None:
         """See :meth:`Format.find_inner_checkpoint`."""

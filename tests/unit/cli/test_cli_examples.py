@@ -75,6 +75,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     for name, options in {
         "out-dcp": "--to dcp",
         "base-dcp": "--to dcp",
+        "step-800": "--to hf",
+        "step-900": "--to hf",
         "step-1000": "--to dcp",
         "step-2000": "--to dcp",
         "out-meta": "--to meta",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
 
-Schedule = Literal["linear", "cosine", "1-sqrt"]
-DECAYS: Mapping[str, Callable[[float], float]] = {
+from ckptctl.conversion.conversion_options import Schedule
+
+DECAYS: Mapping[Schedule, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "1-sqrt": lambda progress: 1 - math.sqrt(progress),

@@ -18,6 +18,7 @@ from ckptctl import families, formats
 from ckptctl.adapters.fill_renaming import label_virtual_files
 from ckptctl.adapters.peft import FLOAT_DTYPES
 from ckptctl.catalog import ComputedTensor, ComputeInput, build_computed_name
+from ckptctl.conversion.conversion_options import AverageOptions
 from ckptctl.conversion.convert import ConversionPlan, Step, plan_tensors, plan_with_steps
 from ckptctl.conversion.destinations import require_writable_format
 from ckptctl.conversion.draft import Draft
@@ -42,8 +43,7 @@ from ckptctl.runs.listing import read_run
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
-from ckptctl.verbs.averages.average_options import AverageOptions
-from ckptctl.verbs.averages.average_weights import compute_ema_weights, compute_schedule_weights
+from ckptctl.verbs.average_weights import compute_ema_weights, compute_schedule_weights
 
 WHOLE_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 """Dtypes whose tensors must be equal in all checkpoints."""

@@ -1,1 +1,0 @@
-"""Averages of checkpoints of one model, such as the last checkpoints of a run."""
