@@ -62,6 +62,7 @@ def test_checkpoint_with_truncated_data_file_is_refused(
             shutil.rmtree(source.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, KINDS))
 def test_flipped_bits_are_detected_or_harmless(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str

@@ -137,6 +137,7 @@ def test_extract_and_open_return_same_values_in_every_format(sources, tmp_path, 
     assert float(shown.tensors[0].preview) == pytest.approx(float(llama[0][key][5, 2]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_diff_and_extract_do_not_import_torch(sources, tmp_path):
     commands = [
         ["diff", str(sources["hf"]), str(path), "--only", "model"] for path in sources.values()

@@ -54,6 +54,9 @@ DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 LONG = {DOCS / "how-to" / "convert-on-many-ranks.md", REPOSITORY / "CONTRIBUTING.md"}
 """Pages that start many processes."""
+HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
+SWEPT = {page for number, page in enumerate(HOW_TO) if number % 3}
+"""How-to pages whose code only the slow tests run."""
 ON_A_SERVER = "how-to/save-to-a-bucket.md"
 """The page that is run against a server of S3."""
 PACKAGES = {
@@ -276,7 +279,7 @@ def test_bucket_page_runs_against_s3_server(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.slow if path in LONG else ()) for path in PAGES],
+    [pytest.param(path, marks=pytest.mark.slow if path in LONG | SWEPT else ()) for path in PAGES],
     ids=[str(p.relative_to(REPOSITORY)) for p in PAGES],
 )
 def test_page_code_runs_with_shown_output(

@@ -134,7 +134,9 @@ def numbered(pairs: Sequence[tuple[str, ...]]) -> list[tuple[str | int, ...]]:
     return [(*pair, number) for number, pair in enumerate(pairs)]
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), one_in(4, direct(numbered(PAIRS))))
+@pytest.mark.parametrize(
+    ("name", "source", "target", "number"), one_in(13, direct(numbered(PAIRS)))
+)
 def test_missing_tensor_is_refused_by_name(name, source, target, number):
     require_named(name, source, target, number)
 
@@ -171,7 +173,7 @@ MANY = (10_000, 20_000, 30_000)
 """Numbers of layers of which a tiny model has the first."""
 
 
-@pytest.mark.parametrize(("name", "layout"), one_in(4, ALL))
+@pytest.mark.parametrize(("name", "layout"), one_in(13, ALL))
 def test_missing_optional_tensor_of_present_group_is_named(name, layout):
     family = FAMILIES[name]
     table, plain = family.get_layout(layout), tiny(family, layout)
@@ -501,7 +503,7 @@ def test_more_layers_than_num_hidden_layers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", one_in(3, [name for name, family in FAMILIES.items() if family.wrapper_prefix])
+    "name", one_in(7, [name for name, family in FAMILIES.items() if family.wrapper_prefix])
 )
 def test_headless_base_model_without_prefix_maps_to_hf(name):
     family = FAMILIES[name]

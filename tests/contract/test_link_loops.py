@@ -52,6 +52,7 @@ def answers(run: Path, one: Path) -> dict[str, int]:
     return {words[0]: CliRunner().invoke(app, words).exit_code for words in commands(run, one)}
 
 
+@pytest.mark.slow
 def test_symlink_loop_replacing_file_causes_no_internal_error(run: Path) -> None:
     one = run / "step-2"
     for file in sorted(item for item in one.rglob("*") if item.is_file()):

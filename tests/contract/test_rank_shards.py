@@ -207,6 +207,7 @@ def _refused_or_right(source: Path, folder: Path, truth: dict[str, object], what
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", one_in(3, SAMPLES))
 def test_flipped_index_byte_is_readable_or_refused(tmp_path: Path, data: Path, sample: str) -> None:
     source = copied(data, sample, tmp_path)

@@ -38,6 +38,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> list[Template]:
     return templates(tmp_path_factory.mktemp("templates"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, CASES, EACH))
 def test_prune_deletes_only_as_oracle_allows(
     known: list[Template], tmp_path: Path, first: int

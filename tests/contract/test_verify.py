@@ -328,6 +328,7 @@ def samples(data: Path) -> Iterator[Path]:
         yield from (path / "ckpt" for path in sorted((data / form).iterdir()) if path.is_dir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 def test_sharded_samples_are_complete(data: Path, level: Any) -> None:
     count = 0
@@ -507,6 +508,7 @@ def test_shared_storage_in_torch_file_is_no_overlap(tmp_path: Path) -> None:
     assert not ckptctl.verify(tmp_path / "m.pt", level="full").findings
 
 
+@pytest.mark.slow
 def test_verify_full_does_not_import_torch(made: dict[str, Path]) -> None:
     code = (
         "import sys, ckptctl; found = ckptctl.verify(sys.argv[1], level='full'); "

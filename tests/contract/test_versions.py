@@ -53,6 +53,7 @@ def find_named_pins(text: str) -> Iterator[tuple[str, str]]:
         yield from ((ALIASES.get(name, name), version) for version in found)
 
 
+@pytest.mark.slow
 def test_pages_link_to_tested_versions() -> None:
     pages = [*(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"]
     named = {

@@ -279,6 +279,7 @@ def test_scales_are_sharded_with_their_weights(
     )
 
 
+@pytest.mark.slow
 def test_sharding_within_quantization_blocks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def in_trouble(name: str, number: int | None) -> str:
         return f"{calls} {published}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "failing"])
 @pytest.mark.parametrize("name", one_in(4, DIRECTIONS))
 def test_killed_or_failing_convert_leaves_complete_output_or_none(name: str, kind: str) -> None:

@@ -134,6 +134,7 @@ def test_inspect_and_dry_runs_do_not_import_torch(sources: dict[str, Path], tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_conversions_without_arithmetic_do_not_import_torch(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_conversions_without_arithmetic_do_not_import_torch(
     assert len(list(tmp_path.iterdir())) == len(commands)
 
 
+@pytest.mark.slow
 def test_dtype_cast_imports_torch(sources: dict[str, Path], tmp_path: Path) -> None:
     """The control: a cast does, so the others would have shown it."""
     command = ["convert", str(sources["hf"]), str(tmp_path / "out"), "--to", "hf"]

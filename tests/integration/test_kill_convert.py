@@ -92,6 +92,7 @@ main()
 """The program, with a journal from the first bytes on."""
 
 
+@pytest.mark.slow
 def test_interrupted_convert_is_resumed_by_its_hint(source, tmp_path):
     """Interrupted in mid-copy without a word of --resume, gone on with by the hint alone."""
     reference, target = tmp_path / "reference", tmp_path / "out"

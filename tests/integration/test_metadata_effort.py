@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
@@ -12,6 +14,7 @@ from tests import effort
 from tests.benchmarks.build_ranks import ranks
 
 
+@pytest.mark.slow
 def test_metadata_work_grows_linearly_with_tensors(tmp_path: Path) -> None:
     """Every item is checked."""
 

@@ -427,6 +427,7 @@ def test_missing_s3_object_exits_3(bucket: str, where: str) -> None:
     assert json.loads(run.stderr)["error"]["where"] == where
 
 
+@pytest.mark.slow
 @S3
 def test_latest_ls_and_diff_accept_s3_urls(bucket: str) -> None:
     assert _command("latest", f"{bucket}/run").stdout == f"{bucket}/run/step-1\n"

@@ -123,6 +123,7 @@ def test_urls_differing_in_hidden_parts_are_kept_apart(host: str, a: str, b: str
     assert command.exit_code == 1 and "pw" not in command.output and "v=" not in command.output
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("secret", ["query", "login"])
 def test_every_command_distinguishes_urls_with_different_secrets(

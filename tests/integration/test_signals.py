@@ -211,6 +211,7 @@ def test_interrupted_prune_keeps_newest_and_resumes(tmp_path: Path, number: int)
     assert os.listdir(tmp_path) == [names[-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ls", "latest"])
 def test_interrupted_listing_exits_130(tmp_path: Path, name: str) -> None:
     for step in range(1, 301):

@@ -71,6 +71,7 @@ def test_full_disk_exits_8_after_work_is_done(tmp_path, options, unbuffered):
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["step-2"]
 
 
+@pytest.mark.slow
 def test_full_disk_overrides_diff_exit_code(tmp_path):
     for name, value in (("a", 0), ("b", 1)):
         save_file({"w": torch.full((2,), value)}, tmp_path / f"{name}.safetensors")

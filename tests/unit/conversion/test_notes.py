@@ -63,6 +63,7 @@ def test_missing_tokenizer_is_noted(tmp_path: Path, name: str) -> None:
     assert said not in plan(source, out, to="hf").notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stated", "said"),
     [

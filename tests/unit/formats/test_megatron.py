@@ -115,6 +115,7 @@ def damages(source: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
         shutil.rmtree(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(2, SAMPLES))
 def test_damaged_rank_files_are_refused_or_harmless(data: Path, tmp_path: Path, name: str) -> None:
     source, expected = sample(data, name)

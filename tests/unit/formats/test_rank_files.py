@@ -40,6 +40,7 @@ def test_rank_file_samples_match_reference(data: Path, tmp_path: Path, name: str
     assert ckptctl.inspect(source).verdict == "complete"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(3, SAMPLES))
 def test_damaged_rank_files_never_convert_silently_wrong(
     data: Path, tmp_path: Path, name: str

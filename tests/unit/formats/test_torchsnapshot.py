@@ -47,6 +47,7 @@ def test_all_values_convert_with_param_groups(source: Path, tmp_path: Path) -> N
     assert set(found["optim"]["state"]) == {0, 1, 2, 3, 4, 5}
 
 
+@pytest.mark.slow
 def test_damaged_files_never_convert_silently_wrong(
     source: Path, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

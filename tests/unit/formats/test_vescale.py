@@ -64,6 +64,7 @@ def test_each_subfolder_opens_as_checkpoint(source: Path, tmp_path: Path, model:
 SLOW = pytest.param("optimizer/pp_1", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["model", "optimizer/pp_0", SLOW])
 def test_damaged_parts_never_convert_silently_wrong(
     source: Path, tmp_path: Path, model: State, moments: State, folder: str

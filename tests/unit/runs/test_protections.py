@@ -474,6 +474,7 @@ def test_only_real_optimizer_is_thinned_next_to_similar_name(tmp_path: Path, wor
     assert sorted(left) == [f"{other}.decoder.w", "visual.w"]
 
 
+@pytest.mark.slow
 def test_deeply_nested_checkpoint_is_thinned(apart: Path) -> None:
     for step in (1, 2):
         state = {"w": torch.ones(9), "optimizer": {"m": torch.ones(9)}}

@@ -139,6 +139,7 @@ def kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
         patch.setattr(MEMORY, method, dying(getattr(MEMORY, method)))
 
 
+@pytest.mark.slow
 def test_prune_killed_at_any_request_can_be_finished(run: str, tmp_path: Path) -> None:
     """A checkpoint is whole with all files, or none; the next run finishes what was begun."""
     whole, interrupted = files(run), 0

@@ -145,6 +145,7 @@ def test_failed_copy_returns_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert pool.nbytes == PAGE
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     sizes=st.lists(

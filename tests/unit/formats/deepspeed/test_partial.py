@@ -329,6 +329,7 @@ def test_missing_universal_parameter_folder_loses_all_its_tensors(
 # ------------------------------------------------------------------------------------ flipped bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", one_in(3, ["z1_bf16opt", "z2_rr", "z3_sub_w3", "universal_z3_sub_w3"])
 )

@@ -275,6 +275,7 @@ def test_random_boxes_match_numpy(block: int) -> None:
         check_boxes(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("permuted", [False, True])
 def test_random_tiles_match_numpy(permuted, monkeypatch):
     if permuted:

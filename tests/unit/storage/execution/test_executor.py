@@ -569,6 +569,7 @@ def test_unwritten_record_bytes_raise(case):
         case.run(replace(plan, transfers=plan.transfers[1:]))
 
 
+@pytest.mark.slow
 def test_many_files_need_few_descriptors(tmp_path):
     case = Case(tmp_path)
     files = []

@@ -106,6 +106,7 @@ def quantized(stored: Callable[[torch.Tensor], State]) -> State:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_unknown_quantization_method_reports_no_missing_scales(tmp_path: Path, kind: str) -> None:
     said, stored = UNKNOWN[kind]
