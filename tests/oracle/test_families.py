@@ -73,8 +73,10 @@ def with_swapped_norms(state: State) -> State:
     Norms of queries and keys, of Mamba's B and C, do not count: their order can be of no
     consequence. A model whose norms have no weights gets two of its matrices swapped.
     """
-    within = ("q_norm", "k_norm", "query_", "key_", "b_layernorm", "c_layernorm")
-    within += ("ple.norm_key", "ple.norm_query")
+    within = (
+        *("q_norm", "k_norm", "query_", "key_", "b_layernorm", "c_layernorm"),
+        *("ple.norm_key", "ple.norm_query"),
+    )
     for dims, parts in ((1, ("norm", "ln_")), (2, ("layers.",))):
         seen: dict[torch.Size, str] = {}
         for name, value in state.items():
