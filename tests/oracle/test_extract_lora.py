@@ -12,7 +12,7 @@ import torch
 import ckptctl
 from ckptctl.errors import CkptError, RefusedError
 from tests.oracle import hf_models
-from tests.oracle.models import TOLERANCE, distance, tokens
+from tests.oracle.models import distance, tokens
 from tests.oracle.test_adapters import trained, transformers_model
 from tests.oracle.tiny import TINY
 
@@ -142,6 +142,9 @@ NOT_APART = {
     "nemotron_h": "expert width",
     "nemotron_h.latent": "can be applied in 2 ways",
     "bailing_hybrid": "missing the layers of 1 adapter tensor",
+    "ernie4_5_vl_moe": "unknown model type",
+    "inkling": "interleaved differently",
+    "mistral_large4": "store a layer of the adapter differently",
 }
 """Models whose published form takes no factors of the form in memory; and what is said then."""
 NOT_EXTRACTED = {
@@ -217,11 +220,13 @@ def test_adapter_that_peft_writes_and_does_not_load_is_merged(tmp_path: Path, na
         for key, value in adapted.named_parameters():
             if "lora_" in key:
                 value.copy_(0.1 * torch.randn_like(value))
-        expected = adapted(tokens()).logits
     adapted.save_pretrained(str(tmp_path / "adapter"))
     ckptctl.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    found = hf_models.logits(hf_models.load_strict(tmp_path / "merged"))
-    assert distance(found, expected) < TOLERANCE * float(expected.abs().max())
+    # Weights, not logits: the indexer of Mistral Large 4 selects other keys after any rounding.
+    found = hf_models.load_strict(tmp_path / "merged").state_dict()
+    expected = adapted.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys()
+    assert not [key for key in found if not torch.allclose(found[key], expected[key], atol=1e-5)]
     base = hf_models.load_strict(tmp_path / "base")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -16,7 +16,9 @@ from tests.contract.test_facts import GOLDEN, mutations_of
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
 UNCOMPARED = {
+    "bailing_moe": "transformers does not have it",
     "deepseek_v4": "its compressed layers have sizes that follow from lists",
+    "deepseek_v41": "transformers does not have it",
     "lfm2": "its feed-forward size is rounded",
 }
 """Model types of which ckptctl does not compute all that transformers does."""

@@ -396,6 +396,9 @@ def test_bitsandbytes_4bit_dequantization_is_bit_exact(
         codes, said = functional.quantize_4bit(
             weight, blocksize=64, quant_type=kind, compress_statistics=nested
         )
+        if kind == "fp4":  # only some of bitsandbytes' CPU kernels keep the sign of code 8, -0
+            high, low = (torch.where(part == 8, 0, part) for part in (codes >> 4, codes & 15))
+            codes = (high << 4 | low).to(codes.dtype)
         parts = said.as_dict(packed=True)
         state |= {f"{module}.weight.{key}": value for key, value in parts.items()}
         state[f"{module}.weight"] = codes

@@ -285,6 +285,10 @@ def _iterate_adapter_tensors(
             yield _build_row(tensor, role, copies)
 
 
+ROUTER = "router"
+"""Name of routers in the tables. Some also have rows for shared experts."""
+
+
 def _is_linear(leaf: Leaf) -> bool:
     """Return whether *leaf* is a linear layer, or one part of a concatenated linear layer."""
     is_weight = leaf.key.text.endswith(_WEIGHT_SUFFIX)
@@ -304,7 +308,10 @@ def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list
         key
         for group in groups
         if all(
-            _is_linear(leaf) and router_dims.isdisjoint(leaf.dims) for _, leaf in group.stored.parts
+            _is_linear(leaf)
+            and router_dims.isdisjoint(leaf.dims)
+            and tensor.name.partition(".")[0] != ROUTER
+            for tensor, leaf in group.stored.parts
         )
         for key in group.keys
         if not _is_embedding(key)
