@@ -378,7 +378,7 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "moe_intermediate_size": 512, "ngram_size": 3, "num_attention_heads": 16,
         "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 40,
         "num_key_value_heads": 2, "ple_conv_kernel_size": 4, "shared_expert_intermediate_size": 512,
-        "split_ngram_parts": 512, "vocab_size": 248320},
+        "vocab_size": 248320},
     "qwen4_exp_vision": {"depth": 27, "hidden_size": 1152, "in_channels": 3,
         "intermediate_size": 4304, "num_position_embeddings": 2304, "out_hidden_size": 3584,
         "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},

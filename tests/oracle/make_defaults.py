@@ -21,6 +21,8 @@ from ckptctl.planner.config_facts import list_operands
 from ckptctl.planner.families.declarations import split_aliases
 from tests.checkpoints.golden import Golden, family_of, names
 
+UNNEEDED = frozenset({"split_ngram_parts"})
+"""Sizes that transformers takes from the tensors, whatever its default is."""
 FILE = Path(__file__).parents[2] / "ckptctl/planner/config_defaults.py"
 Config = Mapping[str, Any]
 HEAD = '''"""Default sizes of transformers' config classes, by ``model_type``.
@@ -59,7 +61,8 @@ def _wanted(family_name: str) -> set[str]:
     kinds = {fact for kind in family.kinds for fact in kind.facts}
     limited = {f"{prefix}{name}" for prefix in ("", "text_config.") for name in LIMITED_FACTS}
     own = {fact for one in family.layer_sizes for fact in one.facts}
-    return sizes | formulas | limited | kinds | own
+    facts = sizes | formulas | limited | kinds | own
+    return {fact for fact in facts if fact.rpartition(".")[2] not in UNNEEDED}
 
 
 def _parts(config: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:

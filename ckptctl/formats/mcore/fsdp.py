@@ -26,7 +26,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from ckptctl.catalog import Blob, Catalog, Index, Path, TensorEntry
 from ckptctl.errors import RefusedError, UnsupportedError, format_option, quote_names
@@ -45,7 +45,8 @@ from ckptctl.storage.zips.zip_reader import TABLE_WITH_UNREAD_TENSORS, read_arch
 OPTIMIZER, SETTINGS = "optimizer", "param_to_group_meta"
 SETTINGS_PREFIX = f"{OPTIMIZER}.{SETTINGS}."
 STEP = "step"
-_STATE = re.compile(rf"{OPTIMIZER}\.state\.((?:module\.)+)(.+)\.(\w+)", re.DOTALL)
+STATE_PREFIX = f"{OPTIMIZER}.state."
+_MODULES = re.compile(r"(?:module\.)+")
 _MODEL = re.compile(r"\Amodel\.(?:module\.)+")
 _PART = re.compile(r"(?:_[wv]|\.(?:query|key|value|z|beta|alpha))\Z")
 """Suffix of a part of a parameter, which has the settings of the parameter."""
@@ -53,6 +54,23 @@ _UNSCALED = frozenset({"float32", "bfloat16"})
 """Dtypes of moments that Transformer Engine stores without a scale."""
 _COUNTED = f"{OPTIMIZER}.state.exp_avg_sq."
 """Prefix of second moments. Optimizers that have them count their steps."""
+
+
+class _StateName(NamedTuple):
+    """Parts of the name of optimizer state, ``optimizer.state.MODULES PARAMETER.STATE``."""
+
+    modules: str
+    parameter: str
+    state: str
+
+
+def _parse_state_name(name: str) -> _StateName | None:
+    """Split the name of optimizer state, or return None if *name* is of another tensor."""
+    path, _, state = name.removeprefix(STATE_PREFIX).rpartition(".")
+    modules = _MODULES.match(path)
+    if not name.startswith(STATE_PREFIX) or modules is None or modules.end() == len(path):
+        return None
+    return _StateName(modules[0], path[modules.end() :], state)
 
 
 def refine_catalog(catalog: Catalog, options: ReadOptions) -> Catalog:
@@ -95,11 +113,11 @@ def rename_states(catalog: Catalog, files: SourceFiles) -> Catalog:
     Raises:
         UnsupportedError: A number of steps cannot be read.
     """
-    matches = {name: match for name in catalog.tensors if (match := _STATE.fullmatch(name))}
+    matches = {name: match for name in catalog.tensors if (match := _parse_state_name(name))}
     scaled = [
         name
         for name, match in matches.items()
-        if match[3] != STEP and catalog.tensors[name].dtype not in _UNSCALED
+        if match.state != STEP and catalog.tensors[name].dtype not in _UNSCALED
     ]
     if scaled:
         note = (
@@ -107,7 +125,7 @@ def rename_states(catalog: Catalog, files: SourceFiles) -> Catalog:
             f"load it: {quote_names(scaled)}"
         )
         return replace(catalog, notes=(*catalog.notes, note))
-    steps = {name for name, match in matches.items() if match[3] == STEP}
+    steps = {name for name, match in matches.items() if match.state == STEP}
     tensors: dict[str, TensorEntry] = {}
     new_names: dict[str, str] = {}
     for name, entry in catalog.tensors.items():
@@ -115,7 +133,7 @@ def rename_states(catalog: Catalog, files: SourceFiles) -> Catalog:
             continue
         new = _MODEL.sub("", name)
         if match := matches.get(name):
-            new = f"{OPTIMIZER}.state.{match[3]}.{match[2]}"
+            new = f"{STATE_PREFIX}{match.state}.{match.parameter}"
         new_names[name] = new
         tensors[new] = entry if new == name else replace(entry, name=new, path=(new,))
     lost = {new_names.get(name, name): boxes for name, boxes in catalog.lost.items()}
@@ -123,7 +141,7 @@ def rename_states(catalog: Catalog, files: SourceFiles) -> Catalog:
     blobs = dict(catalog.blobs)
     for name, value in values.items():
         match = matches[name]
-        path: Path = (OPTIMIZER, SETTINGS, match[1] + _PART.sub("", match[2]), STEP)
+        path: Path = (OPTIMIZER, SETTINGS, match.modules + _PART.sub("", match.parameter), STEP)
         blob = Blob(join_path(path), path, value=value)
         if blobs.setdefault(blob.name, blob).value != value:
             raise UnsupportedError(
