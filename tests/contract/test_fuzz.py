@@ -73,6 +73,12 @@ KINDS: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
 }
 
 
+SHORTER: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
+    "safetensors": lambda: hostile.evil_safetensors(5_000)
+}
+"""The same cases, a quarter as long, for all formats but one that are read by the same code."""
+
+
 def kind_of(file: Path) -> str:
     """Return what kind of file that is, by its content and, of text, by its name."""
     head = file.read_bytes()[:512]
@@ -184,7 +190,8 @@ def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case:
         return
     skipped = () if name in OWNERS else ("latest", "prune")
     options = OPTIONS.get(name, {})
-    problem = attack(path, found[0], KINDS[kind]()[case], skipped=skipped, **options)
+    made = KINDS[kind] if name in OWNERS else SHORTER.get(kind, KINDS[kind])
+    problem = attack(path, found[0], made()[case], skipped=skipped, **options)
     assert not problem, f"{found[0].name}: {problem}"
 
 
