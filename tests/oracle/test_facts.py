@@ -19,6 +19,7 @@ UNCOMPARED = {
     "bailing_moe": "transformers does not have it",
     "deepseek_v4": "its compressed layers have sizes that follow from lists",
     "deepseek_v41": "transformers does not have it",
+    "kimi_k3": "transformers does not have it",
     "lfm2": "its feed-forward size is rounded",
 }
 """Model types of which ckptctl does not compute all that transformers does."""
