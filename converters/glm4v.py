@@ -19,6 +19,10 @@ vision_patch       vd vc vt ph pw  patch_embed.proj.weight
 vision_patch_bias  vd              patch_embed.proj.bias
 vision_pre         vd              post_conv_layernorm.weight
 vision_post        vd              post_layernorm.weight
+"""
+
+MERGER = """
+logical            axes            hf: model.visual.
 downsample         vo vd sh sw     downsample.weight
 downsample_bias    vo              downsample.bias
 merger_projector   d vo            merger.proj.weight
@@ -52,7 +56,7 @@ downsample  downsample.weight vo sh sw vd
 
 AT_TEXT = "hf: model.", "hf: model.language_model."
 
-VISUAL = (VISION, VISION_LAYER, qwen3_5.MLX_PATCH, MLX)
+VISUAL = (VISION, MERGER, VISION_LAYER, qwen3_5.MLX_PATCH, MLX)
 
 PREFIXES = {
     "mlx": {

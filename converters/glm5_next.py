@@ -21,14 +21,6 @@ logical            axes            hf: model.visual.
 vision_patch       vd vc vt ph pw  patch_embed.proj.weight
 vision_patch_bias  vd              patch_embed.proj.bias
 vision_post        vd              post_layernorm.weight
-downsample         vo vd sh sw     downsample.weight
-downsample_bias    vo              downsample.bias
-merger_projector   d vo            merger.proj.weight
-merger_norm        d               merger.post_projection_norm.weight
-merger_norm_bias   d               merger.post_projection_norm.bias
-merger_w1          vm d            merger.gate_proj.weight
-merger_w3          vm d            merger.up_proj.weight
-merger_w2          d vm            merger.down_proj.weight
 """
 
 VISION_LAYER = """
@@ -210,6 +202,7 @@ FAMILY = Family(
     layouts=("hf", "hf-v5", "mlx"),
     tables=(
         VISION.replace(*BOTH),
+        glm4v.MERGER.replace(*BOTH),
         VISION_LAYER.replace(*BOTH),
         "logical  axes  hf, hf-v5: model.language_model." + qwen3_5_text.EMBED,
         NORMS.replace(*BOTH),
