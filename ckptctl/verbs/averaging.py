@@ -207,7 +207,7 @@ class Averaging:
             MappingError: The drafts do not describe the same model.
         """
         for other in self._others:
-            last.notes.add(*_compare_models(other, last))
+            last.notes.extend(_compare_models(other, last))
         model_keys = {target.key for item in last.change.tensors for target in item.targets}
         computed = dict(last.located.computed)
         for other in self._others:
@@ -284,7 +284,11 @@ def _compare_models(other: Draft, last: Draft) -> Notes:
     for name, tensor in tensors.items():
         _require_same_tensor(other_tensors[name], tensor, both)
     described = {item.place: item for item in (*other.assets.described, *last.assets.described)}
-    return compare_statements(last.change.family, tuple(described.values()))
+    return compare_statements(
+        last.change.family,
+        tuple(described.values()),
+        trust_assets=last.options.trust_assets,
+    )
 
 
 def _require_same_tensor(first: OutputTensor, second: OutputTensor, where: str) -> None:

@@ -197,6 +197,16 @@ def test_checkpoints_of_different_models_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_trusted_assets_decide_contradictions(tmp_path: Path, run: Path) -> None:
+    state, config = tiny_llama()
+    assets = save_hf(tmp_path / "assets", state, config | {"rms_norm_eps": 0.25})
+    paths = [run / "step-100", run / "step-200"]
+    with pytest.raises(MappingError):
+        ckptctl.plan_average(paths, tmp_path / "out", assets=assets)
+    plan = ckptctl.plan_average(paths, tmp_path / "out", assets=assets, trust_assets=True)
+    assert any("rms_norm_eps" in note for note in plan.conversion.notes)
+
+
 def test_nan_is_refused_unless_allowed(tmp_path: Path, run: Path) -> None:
     state = states()[0]
     state["model.norm.weight"][3] = math.nan
