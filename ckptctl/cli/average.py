@@ -33,7 +33,7 @@ def average(
         Sequence[TreePath],
         Argument(
             "Checkpoints of one model, oldest first, or a run's folder with --last or --every.",
-            metavar="SRC...",
+            metavar="SRC",
             check=check_locations,
         ),
     ],

@@ -45,7 +45,7 @@ MAX_SHORT_HELP_OPTIONS = 15
 """Maximum number of options that ``-h`` lists. If there are more, it lists common ones."""
 MAX_NAME_COLUMNS = 30
 """Maximum width of the first column of the help, in characters."""
-_ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
+_ARGUMENT = re.compile(r"^[\[{]?([A-Z]+)[\]}]?(\.\.\.)?( <[\w\[\]]+>)?$")
 """Pattern of an argument in Typer's help. Typer 0.26 adds brackets, and 0.29 adds the type."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
 """Pattern of the space between two sentences, or before ``[default: ...]``."""
@@ -396,7 +396,8 @@ class CkptCommand(RawTextMixin, TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Collect the parts of the usage line, without Typer's braces."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        pieces = super().collect_usage_pieces(ctx)
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write the description of the command, or its first paragraph in the short help."""
@@ -426,7 +427,7 @@ class CkptCommand(RawTextMixin, TyperCommand):
             if parameter.name == "help" and self._is_long:
                 text = HELP_OPTION_TEXT
             title = "Arguments" if is_argument else panel if uses_panels else "Options"
-            panels[title].append((_ARGUMENT.sub(r"\1", name), text))
+            panels[title].append((_ARGUMENT.sub(r"\1\2", name), text))
         width = min(
             MAX_NAME_COLUMNS, max(len(name) for rows in panels.values() for name, _ in rows)
         )
