@@ -17,7 +17,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests import gcs_server, s3_server
+from tests import gcs_server, hub_bucket_server, s3_server
+from tests.hub_bucket_server import BucketServer
 from tests.s3_server import BUCKET, Server
 
 AZURITE = "azurite-blob"
@@ -51,12 +52,12 @@ class Bucket:
     """
 
     url: str
-    server: Server | None
+    server: Server | BucketServer | None
 
     @property
     def faulty(self) -> Server:
         """Return who serves it, and fails when told to."""
-        assert self.server is not None
+        assert isinstance(self.server, Server)
         return self.server
 
 
@@ -64,7 +65,7 @@ class Bucket:
 def serving(patch: pytest.MonkeyPatch, scheme: str) -> Iterator[Bucket]:
     """Serve an empty bucket; skip what needs it where its server is not there."""
     with STORES[scheme](patch) as server:
-        yield Bucket(f"{scheme}://{BUCKET}", server)
+        yield Bucket(URLS.get(scheme, f"{scheme}://{BUCKET}"), server)
 
 
 def at(url: str) -> tuple[Any, str]:
@@ -107,10 +108,12 @@ def _azure(patch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-STORES: dict[str, Callable[[pytest.MonkeyPatch], AbstractContextManager[Server | None]]] = {
+STORES: dict[str, Callable[[pytest.MonkeyPatch], AbstractContextManager[Any]]] = {
     "memory": lambda _: nullcontext(),
     "s3": s3_server.serving,
     "gs": gcs_server.serving,
     "az": _azure,
+    "hf": hub_bucket_server.serving,
 }
 """By the scheme of their URLs."""
+URLS = {"hf": f"hf://buckets/{hub_bucket_server.BUCKET_ID}"}

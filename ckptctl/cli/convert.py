@@ -134,14 +134,14 @@ def _run_plan(
 ) -> ConversionResult:
     """Execute *plan*, asking the user first before an upload to the Hub or a restart."""
     from ckptctl.storage.unfinished import UnfinishedWorkError
-    from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+    from ckptctl.storage.urls import is_hub_repository
 
     for line in (
         *format_by_reason("dropped", plan.dropped),
         *format_by_reason("skipped", plan.left_out),
     ):
         output.print_note(line)
-    if plan.upload and parse_scheme(str(plan.plan.target)) == HUB_SCHEME:
+    if plan.upload and is_hub_repository(str(plan.plan.target)):
         _confirm_upload(output, plan, dst, yes)
     try:
         result = _execute_plan(output, plan, ranks)

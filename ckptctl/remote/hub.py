@@ -9,6 +9,7 @@ cache. All reads use the same commit, so a push during a run has no effect.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -122,7 +123,7 @@ class HubStore(Store):
                 return file.read(stop - start)
         with translate_hub_errors(self.url, f"read `{name}`"):
             return read_with_retries(
-                lambda data: _append_range(data, self._hub_url, path, self._commit, start, stop),
+                lambda data: append_range(data, self._build_url(path), name, self.url, start, stop),
                 self.url,
             )
 
@@ -137,6 +138,17 @@ class HubStore(Store):
 
     def _join_path(self, name: str) -> str:
         return "/".join(filter(None, (self._hub_url.path, name)))
+
+    def _build_url(self, path: str) -> str:
+        from huggingface_hub import constants, hf_hub_url
+
+        return hf_hub_url(
+            self._hub_url.repository,
+            path,
+            repo_type=self._hub_url.kind,
+            revision=self._commit,
+            endpoint=constants.ENDPOINT,
+        )
 
     def _find_cached_path(self, name: str) -> Path | None:
         """Return the path of the file *name* in huggingface_hub's cache, or None if not cached."""
@@ -214,16 +226,26 @@ def _is_safe_name(name: str) -> bool:
     return not {"", ".", ".."} & set(name.split("/"))
 
 
-def _append_range(
-    data: bytearray, hub_url: HubUrl, name: str, commit: str, start: int, stop: int
-) -> None:
+def append_range(
+    data: bytearray, url: str, name: str, shown_url: str, start: int, stop: int
+) -> str | None:
     """Append the bytes of the range [*start*, *stop*) that *data* does not contain yet.
+
+    Args:
+        data: Bytes received so far.
+        url: HTTP URL of the file.
+        name: Name of the file, for errors.
+        shown_url: URL of the repository or bucket, for errors.
+        start: Offset of the first byte of the range.
+        stop: Offset after the last byte.
+
+    Returns:
+        The Xet hash of the file if the Hub states it, or None.
 
     Raises:
         ConnectionError: The response was truncated. The received bytes are appended.
         StorageError: The server ignores ranges and would send the entire file.
     """
-    from huggingface_hub import constants, hf_hub_url
     from huggingface_hub import utils as hub  # lazy names, which type checkers cannot see
 
     client: Any = hub
@@ -232,13 +254,6 @@ def _append_range(
         "Range": f"bytes={start + len(data)}-{stop - 1}",
         "Accept-Encoding": "identity",
     }
-    url = hf_hub_url(
-        hub_url.repository,
-        name,
-        repo_type=hub_url.kind,
-        revision=commit,
-        endpoint=constants.ENDPOINT,
-    )
     # The client itself retries only status 429.
     retry_options = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
     with client.http_stream_backoff("GET", url, headers=headers, **retry_options) as response:
@@ -247,11 +262,13 @@ def _append_range(
         first_byte = content_range.partition("-")[0] if response.status_code == 206 else "0"
         if first_byte != str(start + len(data)):
             raise StorageError(
-                f"the server does not support range requests for `{name}`", where=str(hub_url)
+                f"the server does not support range requests for `{name}`", where=shown_url
             )
         failure = _append_body(data, response, stop - start)
+        answers = (*response.history, response)  # the Hub redirects to storage of its own
     if failure:
         raise ConnectionError(f"{type(failure).__name__}: {failure}") from failure
+    return next((h for answer in answers if (h := answer.headers.get("X-Xet-Hash"))), None)
 
 
 def _append_body(data: bytearray, response: Any, end: int) -> Exception | None:
@@ -301,6 +318,8 @@ def _to_ckpt_error(
         )
     if isinstance(error, hub.RepositoryNotFoundError):
         return SourceNotFoundError("no such repository", where=url, why=why, hint=missing_hint)
+    if isinstance(error, getattr(hub, "BucketNotFoundError", ())):  # since huggingface_hub 1.5
+        return SourceNotFoundError("no such bucket", where=url, why=why, hint=missing_hint)
     if isinstance(error, hub.EntryNotFoundError):
         if isinstance(error, hub.LocalEntryNotFoundError):
             hint = "unset HF_HUB_OFFLINE, or run `hf download` first"
@@ -319,3 +338,39 @@ def _to_ckpt_error(
         else "check the network, HF_ENDPOINT and the proxy settings"
     )
     return StorageError(f"cannot {action}", where=url, why=why, hint=hint)
+
+
+class SilencedProgress:
+    """Context manager that hides huggingface_hub's progress bars, since ckptctl shows its own.
+
+    The bars are off while any thread is in the context.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        bars = _import_hub_utils()
+        with self._lock:
+            if not self._depth:
+                self._was_enabled = not bars.are_progress_bars_disabled()
+                bars.disable_progress_bars()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth and self._was_enabled:
+                _import_hub_utils().enable_progress_bars()
+
+
+def _import_hub_utils() -> Any:
+    from huggingface_hub import utils
+
+    return utils  # lazy names, which type checkers cannot see
+
+
+SILENCED_PROGRESS = SilencedProgress()
+"""The only instance, because the setting belongs to the process."""

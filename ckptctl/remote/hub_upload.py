@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.errors import CkptError, RefusedError, format_option
 from ckptctl.remote.hub import (
     LOGIN_HINT,
+    SILENCED_PROGRESS,
     fetch_repository_listing,
     parse_hub_url,
     translate_hub_errors,
@@ -45,7 +46,6 @@ class HubUpload:
         self._url = str(self._hub_url)
         self._api = HfApi(library_name="ckptctl", library_version=__version__)
         self._lock = threading.Lock()
-        self._silence = _SilencedProgress()
         self._additions: dict[str, CommitOperationAdd] = {}
         kind = "" if self._hub_url.kind == "model" else f" --type {self._hub_url.kind}"
         create_hint = (
@@ -75,7 +75,7 @@ class HubUpload:
         """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationAdd
 
-        with translate_hub_errors(self._url, f"upload `{name}`"), self._silence:
+        with translate_hub_errors(self._url, f"upload `{name}`"), SILENCED_PROGRESS:
             added = CommitOperationAdd(self._join_path(name), str(path))
             self._api.preupload_lfs_files(
                 self._hub_url.repository,
@@ -169,32 +169,3 @@ def _has_same_content(entry: TreeEntry, added: CommitOperationAdd) -> bool:
         return False
     with added.as_file() as file:
         return is_digest_of(entry.digest, file.read(info.size))
-
-
-class _SilencedProgress:
-    """Context manager that hides huggingface_hub's progress bars, since ckptctl shows its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        bars = _import_hub_utils()
-        with self._lock:
-            if not self._depth:
-                self._was_enabled = not bars.are_progress_bars_disabled()
-                bars.disable_progress_bars()
-            self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if not self._depth and self._was_enabled:
-                _import_hub_utils().enable_progress_bars()
-
-
-def _import_hub_utils() -> Any:
-    from huggingface_hub import utils
-
-    return utils  # lazy names, which type checkers cannot see

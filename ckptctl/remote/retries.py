@@ -112,7 +112,7 @@ def call_with_retries(request: Callable[[], T], place: str) -> T:
             return answer
 
 
-def read_with_retries(read: Callable[[bytearray], None], place: str) -> bytearray:
+def read_with_retries(read: Callable[[bytearray], object], place: str) -> bytearray:
     """Call *read* with an empty buffer to append to, and return the buffer.
 
     After a transient error, *read* is called again with the bytes received so far.

@@ -17,7 +17,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.objects import OutputObjects
 from ckptctl.remote.trees import open_store
-from ckptctl.storage.urls import HUB_SCHEME, WEB_SCHEMES, parse_scheme
+from ckptctl.storage.urls import WEB_SCHEMES, is_hub_repository, parse_scheme
 from ckptctl.storage.writing import (
     LOCK_NAME,
     REMOVAL_NAME,
@@ -40,7 +40,8 @@ class RemoteRun:
 
     def require_changeable(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        if parse_scheme(str(self.root)) in (HUB_SCHEME, *WEB_SCHEMES):
+        url = str(self.root)
+        if is_hub_repository(url) or parse_scheme(url) in WEB_SCHEMES:
             raise RefusedError(
                 "training runs are only supported on local disks and in object stores",
                 where=str(self.root),

@@ -30,9 +30,11 @@ from ckptctl.remote.conditions import (
 )
 from ckptctl.remote.retries import read_with_retries
 from ckptctl.storage.urls import (
+    HUB_BUCKET_PREFIX,
     WEB_SCHEMES,
     build_install_hint,
     hide_secrets,
+    is_hub_bucket,
     mask_secrets,
     normalize_scheme,
     parse_scheme,
@@ -55,7 +57,12 @@ VERSION_KEYS = (
 VERSION_QUERY = "?versionId="
 TIME_KEYS = ("LastModified", "mtime", "updated", "last_modified", "created")
 NOISY_LOGGERS = ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "asyncio")
-BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+HUB_BUCKET_SCHEME = "hf-bucket"
+"""Name under which fsspec knows the file system of the Hub's buckets."""
+HUB_BUCKET_FILE_SYSTEM = "ckptctl.remote.hub_buckets.HubBucketFileSystem"
+BUCKET_SCHEMES = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", HUB_BUCKET_SCHEME}
+)
 """URL schemes of object stores, which have no folders."""
 ITSELF = ""
 CREDENTIALS_HINT = "check the credentials and their permissions"
@@ -182,7 +189,7 @@ class FsspecStore:
         url_without_query, query = split_query(self._secret_url)
         url = url_without_query.rstrip("/").rpartition("/")[0]
         shown_url = self.url.rstrip("/").rpartition("/")[0]
-        return None if shown_url.endswith("/") else FsspecStore(url + query, shown_url)
+        return None if shown_url.endswith("/") else type(self)(url + query, shown_url)
 
     def resolve_path(self, name: str) -> str:
         """Return the path of *name* in the file system. The empty name is the root of the store."""
@@ -359,7 +366,7 @@ def _compute_etag(target: Any) -> str:
 def open_file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of *url*, and the path of *url* in that file system."""
     from fsspec.core import url_to_fs
-    from fsspec.registry import get_filesystem_class
+    from fsspec.registry import get_filesystem_class, register_implementation
 
     for name in NOISY_LOGGERS:
         # Our own errors report failures, so Python's last-resort log handler must not.
@@ -371,6 +378,9 @@ def open_file_system(url: str) -> tuple[Any, str]:
         )
     if scheme in ("s3", "s3a") and VERSION_QUERY in url:  # s3fs would strip it from the key
         raise UsageError("a URL cannot specify an object version", where=shown_url)
+    if is_hub_bucket(url):
+        register_implementation(HUB_BUCKET_SCHEME, HUB_BUCKET_FILE_SYSTEM, clobber=True)
+        scheme, url = HUB_BUCKET_SCHEME, url.replace(HUB_BUCKET_PREFIX, f"{HUB_BUCKET_SCHEME}://")
     try:
         get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:

@@ -22,12 +22,12 @@ from ckptctl.remote.hub_upload import HubUpload
 from ckptctl.remote.store import ITSELF, FsspecStore, Store
 from ckptctl.remote.upload import ObjectUpload
 from ckptctl.storage.urls import (
-    HUB_SCHEME,
     MASK,
     extract_secrets,
+    is_hub_bucket,
+    is_hub_repository,
     mask_secrets,
     normalize_url,
-    parse_scheme,
 )
 from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import pluralize
@@ -182,7 +182,7 @@ class RemoteTree(FileTree):
     """
 
     def __init__(self, url: str) -> None:
-        self.atomic = parse_scheme(url) == HUB_SCHEME
+        self.atomic = is_hub_repository(url)
         self._secrets = extract_secrets(url)
         self._lock = threading.Lock()
         self._trees: dict[str, CachedTree] = {}
@@ -260,12 +260,12 @@ class RemoteTree(FileTree):
         secret = self.add_credentials(url)
         if self.atomic:
             return HubUpload(secret, single=request.single, overwrite=request.overwrite)
-        return ObjectUpload(FsspecStore(secret, url), request)
+        return ObjectUpload(open_fsspec_store(secret, url), request)
 
     def _register_url(self, url: str) -> str:
         """List *url* and register its tree, and return the URL that the store uses for it."""
         secret = self.add_credentials(url)
-        store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
+        store: Store = HubStore(secret) if self.atomic else open_fsspec_store(secret, url)
         entries = store.list_members("")
         if not entries:
             raise SourceNotFoundError("nothing was found at this URL", where=store.url)
@@ -330,7 +330,16 @@ def open_url(url: str) -> UrlPath:
 
 def open_store(path: UrlPath) -> FsspecStore:
     """Open the fsspec store at the URL *path*, using its secrets, for writing."""
-    return FsspecStore(path.tree.add_credentials(path.url), path.url)
+    return open_fsspec_store(path.tree.add_credentials(path.url), path.url)
+
+
+def open_fsspec_store(url: str, shown_url: str) -> FsspecStore:
+    """Open the store at *url*, which may contain secrets, unlike *shown_url*."""
+    if is_hub_bucket(url):
+        from ckptctl.remote.hub_buckets import HubBucketStore
+
+        return HubBucketStore(url, shown_url)
+    return FsspecStore(url, shown_url)
 
 
 def _is_inside(url: str, folder: str) -> bool:

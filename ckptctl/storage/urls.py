@@ -16,6 +16,8 @@ _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL_SCHEMES = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
 HUB_SCHEME = "hf"
+HUB_BUCKET_PREFIX = "hf://buckets/"
+"""Prefix of URLs of storage buckets of the Hugging Face Hub, which are no repositories."""
 HOSTLESS_SCHEMES = ("memory://",)
 """Schemes without a host, for which fsspec treats ``x:///y`` as ``x://y``."""
 URL_EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
@@ -194,6 +196,16 @@ class _UrlParts(NamedTuple):
     user: str
     address: str
     query: str
+
+
+def is_hub_repository(url: str) -> bool:
+    """Return whether *url* is a repository of the Hugging Face Hub, and not a bucket."""
+    return parse_scheme(url) == HUB_SCHEME and not is_hub_bucket(url)
+
+
+def is_hub_bucket(url: str) -> bool:
+    """Return whether *url* is a bucket of the Hugging Face Hub, or a path in one."""
+    return normalize_scheme(url).startswith(HUB_BUCKET_PREFIX)
 
 
 def _split_url(url: str) -> _UrlParts:

@@ -21,11 +21,13 @@ from ckptctl.distributed.run.local_folder import IDENTITY_FILE
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.remote.conditions import find_conditional_requests
+from ckptctl.remote.hub_buckets import HubBucketFileSystem
 from ckptctl.remote.objects import OutputObjects
 from ckptctl.remote.store import FsspecStore, get_protocols
 from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage import processes
 from ckptctl.storage.paths import parse_path, resolve_source_path
+from ckptctl.storage.urls import is_hub_bucket
 from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama
@@ -168,7 +170,9 @@ class Killed(BaseException):
 
 def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
     """End everything before the change of that number; nothing changes from then on."""
-    system, _ = stores.at(url)
+    system: Any = stores.at(url)[0]
+    if is_hub_bucket(url):  # each store has a file system of its own
+        system = HubBucketFileSystem
     count = itertools.count()
     dead: list[bool] = []
 

@@ -41,7 +41,7 @@ from ckptctl.save_load.saving.save_files import lay_out_rank_files, make_tensor_
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination_exists_error, resolve_destination
 from ckptctl.storage.paths import expand_home, parse_path
-from ckptctl.storage.urls import HUB_SCHEME, is_url, parse_scheme
+from ckptctl.storage.urls import is_hub_repository, is_url
 from ckptctl.tree import TreePath
 
 SAVE_FILE_PATTERN = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
@@ -131,7 +131,7 @@ def resolve_final_target(out: str | TreePath) -> TreePath:
     if not is_url(out):
         return resolve_destination(expand_home(Path(out)).absolute())
     target = parse_path(out)
-    if parse_scheme(os.fspath(target)) == HUB_SCHEME:
+    if is_hub_repository(os.fspath(target)):
         raise RefusedError(
             "training cannot save to the Hub",
             where=str(target),

@@ -20,7 +20,7 @@ from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import open_store
 from ckptctl.runs.health import check_health
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.storage.urls import is_hub_repository
 from ckptctl.storage.writing import (
     BUSY_MESSAGE,
     LOCK_NAME,
@@ -54,7 +54,7 @@ class UrlTarget:
 
     def prepare_target(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
-        if parse_scheme(self.target.url) == HUB_SCHEME:
+        if is_hub_repository(self.target.url):
             raise RefusedError(
                 "training cannot save to the Hub",
                 where=str(self.target),
