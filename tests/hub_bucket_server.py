@@ -143,15 +143,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(json.dumps(content).encode(), 200, headers)
 
     def _list(self, prefix: str, recursive: bool) -> list[dict[str, Any]]:
+        """List names that begin with *prefix*, also in the middle of a component."""
         entries = {}
         for path, file in sorted(self.bucket.files.items()):
             if not path.startswith(prefix):
                 continue
-            inside = path.removeprefix(prefix).lstrip("/")
-            folder, is_nested, _ = inside.partition("/")
-            if is_nested and not recursive:
-                full = f"{prefix}/{folder}" if prefix else folder
-                entries[full] = {"type": "directory", "path": full, "uploadedAt": _text(file[2])}
+            start = len(prefix) + 1 if prefix and path.startswith(f"{prefix}/") else len(prefix)
+            end = path.find("/", start)
+            if end >= 0 and not recursive:
+                folder = path[:end]
+                entries[folder] = {
+                    "type": "directory",
+                    "path": folder,
+                    "uploadedAt": _text(file[2]),
+                }
             else:
                 entries[path] = _entry(path, file)
         return list(entries.values())
@@ -166,7 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Xet-Hash": xet_hash,
             "X-Linked-Size": str(len(content)),
             "Link": f'<{route}>; rel="xet-auth"',
-            "Location": f"{self.bucket.url}{CDN}{path}",
+            # Another host, as the Hub's storage is: clients drop the token and the headers above.
+            "Location": f"{self.bucket.url.replace('127.0.0.1', 'localhost')}{CDN}{path}",
         }
         self._send(b"", 302, headers)
 
