@@ -95,8 +95,14 @@ def impure(item: Import) -> bool:
     )
 
 
+FILE_SYSTEM = ("ckptctl.remote.hub_buckets", "fsspec")
+"""A file system of fsspec, which only fsspec and its store import."""
+
+
 def heavy(item: Import) -> bool:
     """Whether importing the module pays for a library that few commands need."""
+    if (item.importer, item.imported.partition(".")[0]) == FILE_SYSTEM:
+        return False
     trains = item.importer.startswith(TRAINING)
     return item.early and not trains and item.imported.partition(".")[0] in LATE
 
