@@ -106,6 +106,14 @@ class HubBucketFileSystem(AbstractFileSystem):
         self.ls(path)  # raises if it does not exist
         return _make_folder(path)
 
+    def exists(self, path: str, **_: object) -> bool:
+        """Return whether a file or folder exists. Unlike fsspec's method, raise other errors."""
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     def append_range(
         self, data: bytearray, path: str, shown_url: str, start: int, stop: int
     ) -> str | None:

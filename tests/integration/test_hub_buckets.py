@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from typer.testing import CliRunner
 
 import ckptctl
 from ckptctl.cli.app import app
-from ckptctl.errors import ChangedError, SourceNotFoundError, UsageError
-from ckptctl.remote.hub_buckets import HubBucketStore
+from ckptctl.errors import ChangedError, RefusedError, SourceNotFoundError, UsageError
+from ckptctl.remote.hub_buckets import HubBucketFileSystem, HubBucketStore
 from tests import hub_bucket_server
 from tests.hub_bucket_server import BUCKET_ID, BucketServer
 
@@ -104,6 +105,26 @@ def test_missing_file_and_bucket_are_named(server: BucketServer) -> None:
     assert "hf buckets create" in str(missing.value.hint)
     with pytest.raises(SourceNotFoundError):
         ckptctl.inspect(f"{URL}/fold")
+
+
+def test_source_in_bucket_is_never_overwritten(server: BucketServer) -> None:
+    ckptctl.convert(TINY, f"{URL}/step-1", to="dcp")
+    before = dict(server.files)
+    with pytest.raises(RefusedError, match="source and destination overlap"):
+        ckptctl.convert(f"{URL}/step-1", f"{URL}/step-1", to="hf", overwrite=True)
+    assert server.files == before
+
+
+def test_failing_request_is_no_missing_file(server: BucketServer) -> None:
+    system = HubBucketFileSystem()
+    path = f"{BUCKET_ID}/folder/empty"
+    assert not system.exists(path)
+    system.pipe_file(path, b"", mode="create")
+    assert system.exists(path) and system.cat_file(path) == b""
+    with pytest.raises(FileExistsError):
+        system.pipe_file(path, b"other", mode="create")
+    with pytest.raises(HfHubHTTPError):
+        system.exists("org/other/file")
 
 
 @pytest.mark.parametrize("url", ["hf://buckets/org", "hf://buckets/org/name@main/x"])
