@@ -74,6 +74,7 @@ def test_checkpoint_uploaded_by_hub_client_converts_exactly(
     assert _digests(tmp_path / "remote") == _digests(tmp_path / "local")
 
 
+@pytest.mark.slow
 def test_run_in_bucket_is_listed_and_pruned(server: BucketServer) -> None:
     for step in (1, 2, 10):
         ckptctl.convert(TINY, f"{URL}/run/step-{step}", to="dcp")
