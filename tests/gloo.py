@@ -1,12 +1,14 @@
 """Run a function on several gloo ranks, without a start of Python and torch for each of them.
 
 One server per test process imports torch once, with a single thread. It forks a process for each
-job, which forks the ranks of one world size after another; the test process is never forked.
+job, which forks the ranks of one world size after another; the test process is never forked. Jobs
+of a library that takes seconds to import have a server of their own, which imports that as well.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -41,6 +43,7 @@ def run_on_ranks(
     worlds: Sequence[int],
     *arguments: Any,
     timeout: float = 120,
+    library: str = "",
 ) -> None:
     """Call ``function(rank, world, *arguments)`` on every rank, one world size after another.
 
@@ -50,6 +53,7 @@ def run_on_ranks(
         worlds: World sizes.
         *arguments: Picklable.
         timeout: Seconds for all of it.
+        library: A module that the server imports before it forks the jobs that name it.
 
     Raises:
         RankFailure: A rank raised, or the time ran out.
@@ -59,7 +63,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         content = (function.split(":"), list(worlds), arguments, {**os.environ, **ENVIRONMENT})
         Path(folder, "job.pickle").write_bytes(pickle.dumps(content))
-        in_time, code = _run(folder, timeout)
+        in_time, code = _run(folder, timeout, library)
         output = Path(folder, "output").read_text(errors="replace")
     if not in_time:
         raise RankFailure(f"no end after {timeout} s\n{output}")
@@ -67,9 +71,9 @@ def run_on_ranks(
         raise RankFailure(output)
 
 
-def _run(folder: str, timeout: float) -> tuple[bool, int]:
+def _run(folder: str, timeout: float, library: str) -> tuple[bool, int]:
     """Have the job in *folder* run; return whether it ended in time, and its exit code."""
-    server = _server(threading.get_ident())
+    server = _server(threading.get_ident(), library)
     assert server.stdin and server.stdout
     server.stdin.write(f"{folder}\n".encode())
     job = int(server.stdout.readline())
@@ -82,10 +86,10 @@ def _run(folder: str, timeout: float) -> tuple[bool, int]:
 
 
 @cache
-def _server(_: int) -> subprocess.Popen[bytes]:
+def _server(_: int, library: str) -> subprocess.Popen[bytes]:
     """Start the server of a thread, which ends when its standard input is closed."""
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.gloo"],
+        [sys.executable, "-W", "ignore", "-m", "tests.gloo", *filter(None, [library])],
         cwd=REPOSITORY,
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.PIPE,
@@ -97,8 +101,11 @@ def _server(_: int) -> subprocess.Popen[bytes]:
     return server
 
 
-def _serve() -> None:
-    """Fork a process for each folder that standard input names; print its id and its exit code."""
+def _serve(*libraries: str) -> None:
+    """Import torch and *libraries*, and fork a process for each folder that standard input names.
+
+    Prints the id and the exit code of each.
+    """
     import torch
 
     # Before the fork, so that all ranks share what takes seconds; DTensor imports _dynamo late.
@@ -108,6 +115,9 @@ def _serve() -> None:
 
     for name in ckptctl.__all__:
         getattr(ckptctl, name)
+    with contextlib.redirect_stdout(sys.stderr):  # some print that there is no GPU
+        for library in libraries:
+            importlib.import_module(library)
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = os.fork()
@@ -198,4 +208,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(*sys.argv[1:])

@@ -16,7 +16,7 @@ import torch
 
 import ckptctl
 from tests.checkpoints.readers import differences
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.tiny import family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -110,7 +110,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         )
     how = divisions(name, made)
     worlds = sorted({ranks.world for ranks in how})
-    run_on_ranks(f"{JOBS}:prove", worlds, folder, made, how, given, timeout=240)
+    run_on_megatron_ranks(f"{JOBS}:prove", worlds, folder, made, how, given, timeout=240)
     return Proof(name, made, folder, hf_models.logits(model))
 
 

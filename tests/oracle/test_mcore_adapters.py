@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptctl
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.models import TOLERANCE, WRONG, distance
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -55,8 +55,8 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trained(hf_models.load_strict(base), peft, target_modules=modules)
         ckptctl.convert(peft, folder / case / "lora", to="mcore", assets=base)
     cases = {case: ranks for case, (ranks, _) in CASES.items()}
-    run_on_ranks(JOB, [1, 2, 4], folder, made, folder / "mcore", cases)
-    run_on_ranks(BRIDGE, [1], folder, made, folder / "mcore", folder / "one" / "lora")
+    run_on_megatron_ranks(JOB, [1, 2, 4], folder, made, folder / "mcore", cases)
+    run_on_megatron_ranks(BRIDGE, [1], folder, made, folder / "mcore", folder / "one" / "lora")
     return folder
 
 

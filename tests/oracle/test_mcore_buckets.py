@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ckptctl
-from tests.gloo import run_on_ranks
-from tests.oracle.mcore_install import require_megatron
+from tests.oracle.mcore_install import require_megatron, run_on_megatron_ranks
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
@@ -40,15 +39,19 @@ def test_converted_buckets_continue_with_equal_losses(name: str, tmp_path: Path)
     made = recipe(name)
     ranks, world, spelling = CASES[name]
     hf_models.save(hf_models.random_model(tiny(name)), tmp_path / "hf")
-    run_on_ranks(f"{JOBS}:save", [world], tmp_path, made, ranks, spelling, "run", timeout=300)
+    run_on_megatron_ranks(
+        f"{JOBS}:save", [world], tmp_path, made, ranks, spelling, "run", timeout=300
+    )
     asked: dict[str, Any] = {"only": "all", "assets": tmp_path / "hf"}
     ckptctl.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", to_layout="hf", **asked)
     ckptctl.convert(tmp_path / "dcp", tmp_path / "by-dcp", to="mcore", **asked)
     ckptctl.convert(tmp_path / "run", tmp_path / "direct", to="mcore", **asked)
     names = ["run", "by-dcp", "direct"]
-    run_on_ranks(f"{JOBS}:resume", [world], tmp_path, made, ranks, names, timeout=300)
+    run_on_megatron_ranks(f"{JOBS}:resume", [world], tmp_path, made, ranks, names, timeout=300)
     if ranks.expert == 1:  # Megatron-Core has another optimizer for divided experts
-        run_on_ranks(f"{JOBS}:resume", [1], tmp_path, made, Ranks(), names[1:], timeout=300)
+        run_on_megatron_ranks(
+            f"{JOBS}:resume", [1], tmp_path, made, Ranks(), names[1:], timeout=300
+        )
     expected = torch.load(tmp_path / "losses-run.pt")
     own = torch.load(tmp_path / f"losses-run-resumed-{ranks}.pt")
     assert own == expected

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ckptctl
-from tests.gloo import run_on_ranks
-from tests.oracle.mcore_install import require_megatron
+from tests.oracle.mcore_install import require_megatron, run_on_megatron_ranks
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
@@ -43,7 +42,7 @@ def test_converted_fsdp_save_continues_with_equal_losses(name: str, tmp_path: Pa
     made = recipe(name, **SIZES, **sizes)
     hf_models.save(hf_models.random_model(tiny(name, **SIZES, **sizes)), tmp_path / "hf")
     job = "tests.oracle.mcore_fsdp_ranks:save"
-    run_on_ranks(job, [world], tmp_path, made, ranks, "run", timeout=300)
+    run_on_megatron_ranks(job, [world], tmp_path, made, ranks, "run", timeout=300)
     asked: dict[str, Any] = {"only": "all", "assets": tmp_path / "hf"}
     ckptctl.convert(tmp_path / "run", tmp_path / "direct", to="mcore", **asked)
     ckptctl.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", to_layout="hf", **asked)
@@ -51,7 +50,7 @@ def test_converted_fsdp_save_continues_with_equal_losses(name: str, tmp_path: Pa
     job, names = "tests.oracle.mcore_buckets_ranks:resume", ["direct", "by-dcp"]
     # Each rank sends its tokens, which are those of all ranks, to the experts.
     scale = 1 / ranks.expert
-    run_on_ranks(job, [world], tmp_path, made, ranks, names, scale, timeout=300)
+    run_on_megatron_ranks(job, [world], tmp_path, made, ranks, names, scale, timeout=300)
     expected = torch.load(tmp_path / "losses-run.pt")
     for converted in names:
         found = torch.load(tmp_path / f"losses-{converted}-resumed-{ranks}.pt")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from ckptctl.families import load_families
 from tests.checkpoints.readers import differences, load_any_reference
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.models import TOLERANCE, distance
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -118,7 +118,7 @@ def test_mtp_layers_convert_to_mcore_and_back(name: str, tmp_path: Path) -> None
     width = state["model.norm.weight"].shape[0]
     both = torch.randn(2, 3, 1, width, generator=torch.Generator().manual_seed(5))
     function = "tests.oracle.mcore_further_ranks:further"
-    run_on_ranks(function, [1], tmp_path, made, tmp_path / "mcore", both, timeout=240)
+    run_on_megatron_ranks(function, [1], tmp_path, made, tmp_path / "mcore", both, timeout=240)
 
     expected = joined(further, state, both)
     least = TOLERANCE * float(expected.abs().max())
@@ -140,7 +140,9 @@ def test_mtp_names_of_hybrid_model_match_live_model(tmp_path: Path) -> None:
     made = recipe("nemotron_h.latent")
     options = {**made.options, "mtp_num_layers": 1}
     made = made._replace(options=options, pattern=f"{made.pattern}/*E")
-    run_on_ranks("tests.oracle.mcore_further_ranks:names", [1], tmp_path, made, timeout=240)
+    run_on_megatron_ranks(
+        "tests.oracle.mcore_further_ranks:names", [1], tmp_path, made, timeout=240
+    )
     found = torch.load(tmp_path / "names.pt", weights_only=True)
     leaves = load_families()["nemotron_h"].get_layout("mcore").leaves
     expected = {leaf.key.text for name, leaf in leaves.items() if name.startswith("mtp")}

@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import families
 from ckptctl.facts.megatron import config_to_megatron_fields, megatron_to_config
 from ckptctl.facts.megatron_files import build_megatron_arguments
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.tiny import family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -54,7 +54,7 @@ def test_written_window_size_keeps_transformers_logits(name: str, tmp_path: Path
 
     lefts = (WINDOW - 2, WINDOW - 1, WINDOW)
     job = "tests.oracle.mcore_ranks:run_with_windows"
-    run_on_ranks(job, [1], tmp_path, recipe(name), tmp_path / "mcore", lefts, timeout=240)
+    run_on_megatron_ranks(job, [1], tmp_path, recipe(name), tmp_path / "mcore", lefts, timeout=240)
     expected = hf_models.logits(model)
     apart = {
         left: distance(torch.load(tmp_path / f"logits-left-{left}.pt"), expected)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.megatron_ranks import EXPERTS, GATED, Case
 
 JOBS = "tests.oracle.mcore_written_ranks"
@@ -33,8 +33,8 @@ MIXED = Case(2, 2, 1, 2, 4, {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]})
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_mcore_model_loads_every_tensor(case: str, stacked: bool, tmp_path: Path) -> None:
-    run_on_ranks(f"{JOBS}:load", [CASES[case].world], tmp_path, CASES[case], stacked)
+    run_on_megatron_ranks(f"{JOBS}:load", [CASES[case].world], tmp_path, CASES[case], stacked)
 
 
 def test_mcore_model_loads_differing_layers(tmp_path: Path) -> None:
-    run_on_ranks(f"{JOBS}:load", [MIXED.world], tmp_path, MIXED, False)
+    run_on_megatron_ranks(f"{JOBS}:load", [MIXED.world], tmp_path, MIXED, False)

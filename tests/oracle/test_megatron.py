@@ -12,7 +12,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
-from tests.gloo import run_on_ranks
+from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.megatron_ranks import CASES, Case
 from tests.unit.formats.damage import converted
 
@@ -31,7 +31,7 @@ Saved = tuple[Path, Case]
 @pytest.fixture(scope="module", params=CASES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder, case = tmp_path_factory.mktemp(request.param), CASES[request.param]
-    run_on_ranks(f"{JOBS}:save", [case.world], folder, case)
+    run_on_megatron_ranks(f"{JOBS}:save", [case.world], folder, case)
     return folder, case
 
 
@@ -50,7 +50,7 @@ def test_consolidated_megatron_checkpoint_loads_on_one_rank(saved: Saved, tmp_pa
     folder, case = saved
     whole = tmp_path / "whole.pt"
     ckptctl.convert(folder / "checkpoint", whole, to="torch", rules=RULES)
-    run_on_ranks(f"{JOBS}:load", [1], whole, case)
+    run_on_megatron_ranks(f"{JOBS}:load", [1], whole, case)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
