@@ -20,12 +20,12 @@ pytestmark = [
 
 
 def test_single_process_resume_is_bit_exact(tmp_path: Path) -> None:
-    run_on_ranks(JOBS + "without_ranks", (1,), tmp_path)
+    run_on_ranks(JOBS + "without_ranks", (1,), tmp_path, library="lightning")
 
 
 def test_fsdp2_resume_is_bit_exact(tmp_path: Path) -> None:
-    run_on_ranks(JOBS + "sharded", (2,), str(tmp_path))
+    run_on_ranks(JOBS + "sharded", (2,), str(tmp_path), library="lightning")
 
 
 def test_last_checkpoint_hard_links_equal_data(tmp_path: Path) -> None:
-    run_on_ranks(JOBS + "last_is_linked", (2,), str(tmp_path))
+    run_on_ranks(JOBS + "last_is_linked", (2,), str(tmp_path), library="lightning")

@@ -18,6 +18,7 @@ class Job:
         inside: Folder in the checkpoint that is meant.
         options: For the conversion.
         more: A further package that it needs.
+        library: A module that takes seconds to import, for :func:`tests.gloo.run_on_ranks`.
     """
 
     package: str
@@ -26,12 +27,14 @@ class Job:
     inside: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     more: str = "torch"
+    library: str = ""
 
 
 LIGHTNING = Job(
     "lightning",
     "lightning_saves:save_all",
     {"fabric": "dcp", "trainer": "dcp", "ddp": "torch", "ddp_tied": "torch"},
+    library="lightning",
 )
 ACCELERATE = Job(
     "accelerate",
@@ -39,7 +42,11 @@ ACCELERATE = Job(
     {"dcp": "dcp", "files": "rank-files", "replicated": "hf"},
 )
 MEGATRON = Job(  # layers in stacks, as they were saved
-    "megatron", "megatron_saves:save_all", {"torch_dist": "dcp"}, options={"from_format": "dcp"}
+    "megatron",
+    "megatron_saves:save_all",
+    {"torch_dist": "dcp"},
+    options={"from_format": "dcp"},
+    library="tests.oracle.mcore_build",
 )
 TITAN = Job(
     "torchtitan", "torchtitan_saves:save_all", {"disabled": "dcp", "async": "dcp"}, "step-2"
@@ -74,10 +81,15 @@ EVERY_JOB = {
         "lightning_deepspeed:save_all",
         {f"z{stage}": "deepspeed" for stage in (1, 2, 3)},
         more="deepspeed",
+        library="lightning",
     ),
     "accelerate": ACCELERATE,
     "transformers": Job(
-        "transformers", "transformers_saves:save_ddp", {"ddp": "hf"}, "checkpoint-2"
+        "transformers",
+        "transformers_saves:save_ddp",
+        {"ddp": "hf"},
+        "checkpoint-2",
+        library="transformers.trainer",
     ),
     "transformers_deepspeed": Job(
         "transformers",
@@ -86,6 +98,7 @@ EVERY_JOB = {
         "checkpoint-2",
         {"from_format": "deepspeed"},
         "deepspeed",
+        "transformers.trainer",
     ),
     "megatron": MEGATRON,
     "torchtitan": TITAN,

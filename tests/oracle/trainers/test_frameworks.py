@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         key = (job.call, world)
         if key not in done:
             done[key] = tmp_path_factory.mktemp(job.package)
-            run_on_ranks(JOBS + job.call, [world], str(done[key]))
+            run_on_ranks(JOBS + job.call, [world], str(done[key]), library=job.library)
         return done[key] / str(world)
 
     return run
