@@ -23,6 +23,7 @@ from ckptctl.verbs.verification.model_check import UNCOUNTED_LAYERS
 from ckptctl.verdict import UNKNOWN_MODEL, Verdict
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.runs import START, age
+from tests.sweeps import one_in
 
 State = dict[str, torch.Tensor]
 EXIT = {Verdict.COMPLETE: 0, Verdict.DAMAGED: 4, Verdict.UNKNOWN: 9}
@@ -88,7 +89,7 @@ def test_complete_checkpoint_is_complete_in_every_command(tmp_path: Path, format
     assert run("inspect", path)[1]["complete"] is True
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", one_in(4, FORMATS))
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in STATE]
 )
@@ -109,7 +110,7 @@ def test_missing_tensor_is_damaged_in_every_command(tmp_path: Path, format: str,
     assert code == 0 and {one["action"] for one in plan["decisions"]} == {"skip"}
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", one_in(4, FORMATS))
 @pytest.mark.parametrize("dropped", [None, *OTHERS])
 def test_unknown_model_type_is_structure_complete(
     tmp_path: Path, format: str, dropped: str | None

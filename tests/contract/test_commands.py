@@ -30,6 +30,7 @@ from tests.contract.commands import (
     hidden,
     validate,
 )
+from tests.sweeps import one_in
 from tests.unit.cli.conftest import environment, program
 
 NOTHING = "/nothing-is-here/at-all"
@@ -52,7 +53,7 @@ def test_every_command_has_json_option_and_schema() -> None:
     assert set(schemas.get_documents_by_name()) - {"error"} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(schemas.get_documents_by_name()))
+@pytest.mark.parametrize("name", one_in(4, sorted(schemas.get_documents_by_name())))
 def test_schemas_are_valid_json_schema(name: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for closed in (False, True):
@@ -65,7 +66,7 @@ def test_schemas_are_valid_json_schema(name: str) -> None:
     assert '"additionalProperties": false' not in everything and "](" not in everything
 
 
-@pytest.mark.parametrize(("name", "line"), CASES)
+@pytest.mark.parametrize(("name", "line"), one_in(3, CASES))
 def test_json_output_validates_against_schema(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -79,7 +80,7 @@ def test_json_output_validates_against_schema(
         validate(json.loads(result.stderr), "error")
 
 
-@pytest.mark.parametrize(("name", "line"), CASES)
+@pytest.mark.parametrize(("name", "line"), one_in(3, CASES))
 def test_piped_output_has_no_color_or_truncation(
     name: str,
     line: Line,
@@ -98,7 +99,7 @@ def test_piped_output_has_no_color_or_truncation(
         assert result.output.count(whole[:unique]) == result.output.count(whole), result.output
 
 
-@pytest.mark.parametrize(("name", "line"), CASES)
+@pytest.mark.parametrize(("name", "line"), one_in(3, CASES))
 def test_quiet_prints_only_results_and_warnings(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -176,7 +177,7 @@ def test_json_after_double_dash_is_not_an_option(run: Callable[..., Result]) -> 
     assert run("inspect", "--", "--json").stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize(("name", "line"), FIRST)
+@pytest.mark.parametrize(("name", "line"), one_in(4, FIRST))
 def test_closed_stdout_exits_1_without_traceback_or_leftovers(
     name: str,
     line: Line,
@@ -240,7 +241,7 @@ def test_writing_commands_support_dry_run() -> None:
 
 
 @pytest.mark.parametrize("mode", [(), ("--json",), ("-q",)], ids=["plain", "json", "quiet"])
-@pytest.mark.parametrize(("name", "line"), [p for p in CASES if p.values[0] in PLANNING])
+@pytest.mark.parametrize(("name", "line"), one_in(3, [p for p in CASES if p.values[0] in PLANNING]))
 def test_dry_run_changes_nothing(
     name: str,
     line: Line,

@@ -116,7 +116,7 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
     return path[-1] in windows and inner.get("use_sliding_window") is False
 
 
-@pytest.mark.parametrize("name", one_in(13, GOLDEN))
+@pytest.mark.parametrize("name", one_in(27, GOLDEN))
 def test_contradicting_configs_are_refused_or_noted(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert compare_statements(family, configs(config, config)) == compare_statements(
@@ -185,7 +185,7 @@ def params_of(name: str) -> dict[str, Any] | None:
     return made if family.params_signs else None
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if params_of(name)])
+@pytest.mark.parametrize("name", one_in(4, [name for name in GOLDEN if params_of(name)]))
 def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
     """What params.json has no word for is always the same there, or of no consequence."""
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
@@ -222,7 +222,7 @@ def test_params_json_contradicting_config_json_is_refused(name: str) -> None:
         assert "own/params.json" in said or "divisible" in caught.value.what, path
 
 
-@pytest.mark.parametrize("name", one_in(13, GOLDEN))
+@pytest.mark.parametrize("name", one_in(27, GOLDEN))
 def test_size_contradicting_tensor_shapes_is_refused(name: str, tmp_path: Path) -> None:
     """A size that shapes show is compared; heads show where the size of one is stated."""
     golden, family = GOLDEN[name], FAMILIES[family_of(name)]

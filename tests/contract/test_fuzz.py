@@ -171,7 +171,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
             yield from ((name, kind, case) for case in found)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", one_in(4, FORMATS))
 def test_every_format_inspects_its_own_checkpoint(run: Any, name: str) -> None:
     path = run(name)
     folders = (item for item in path.rglob("*") if item.is_dir())
@@ -182,7 +182,7 @@ def test_every_format_inspects_its_own_checkpoint(run: Any, name: str) -> None:
     assert ended.result.startswith("inspect 0"), ended
 
 
-@pytest.mark.parametrize(("name", "kind", "case"), one_in(83, cases()))
+@pytest.mark.parametrize(("name", "kind", "case"), one_in(167, cases()))
 def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case: str) -> None:
     path = run(name)
     found = files_of(path).get(kind)
@@ -203,7 +203,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("file", "value"), one_in(10, NUMBERS))
+@pytest.mark.parametrize(("file", "value"), one_in(21, NUMBERS))
 def test_hostile_config_numbers_are_read_or_refused(
     tmp_path: Path, file: str, value: object
 ) -> None:

@@ -87,7 +87,7 @@ def test_hostile_pickles_execute_under_plain_pickle(case: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["dcp", "pt"])
-@pytest.mark.parametrize("case", one_in(3, hostile.exhausting_pickles()))
+@pytest.mark.parametrize("case", one_in(7, hostile.exhausting_pickles()))
 def test_exhausting_pickles_fail_cleanly(tmp_path: Path, place: str, case: str) -> None:
     """Some are only empty to a reader that is not careless."""
     source = put(place, tmp_path, hostile.exhausting_pickles()[case], {})
@@ -102,7 +102,7 @@ def test_exhausting_pickles_fail_cleanly(tmp_path: Path, place: str, case: str) 
         assert ckptctl.inspect(source).verdict == "unknown"
 
 
-@pytest.mark.parametrize("case", CODE)
+@pytest.mark.parametrize("case", one_in(7, CODE))
 @pytest.mark.parametrize("only", ["all", "model"])
 def test_hostile_dcp_byte_items_are_refused(tmp_path: Path, case: str, only: Any) -> None:
     """A leaf beside the model travels with ``all`` only; one inside the model always."""
@@ -155,7 +155,7 @@ def test_malformed_zips_are_refused(tmp_path: Path, case: str) -> None:
     both_refuse(source, tmp_path, 3, 4, 9)
 
 
-@pytest.mark.parametrize("case", hostile.evil_headers())
+@pytest.mark.parametrize("case", one_in(7, hostile.evil_headers()))
 def test_malformed_safetensors_headers_are_refused(tmp_path: Path, case: str) -> None:
     source = tmp_path / "hf"
     source.mkdir()

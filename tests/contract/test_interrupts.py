@@ -20,6 +20,7 @@ from typer.testing import Result
 
 import ckptctl
 from tests.contract.commands import FIRST, Line, arguments, hidden, validate
+from tests.sweeps import one_in
 from tests.unit.cli.conftest import environment
 
 PACKAGE = Path(ckptctl.__file__).parent
@@ -89,7 +90,7 @@ def watched(by: Interrupt) -> Iterator[None]:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize(("name", "line"), FIRST)
+@pytest.mark.parametrize(("name", "line"), one_in(4, FIRST))
 def test_interrupt_exits_130_and_leaves_no_temp_files(
     name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
 from tests.checkpoints import tiny_llama
 from tests.checkpoints.readers import differences, load_any_reference
 from tests.contract.support import build, message, place, read, refused, save_side_files, snapshot
+from tests.sweeps import one_in
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LLAMAS = ("llama2", "llama3", "llama3_2")
@@ -29,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stack_layers", [False, True])
-@pytest.mark.parametrize("kind", LLAMAS)
+@pytest.mark.parametrize("kind", one_in(3, LLAMAS))
 def test_hf_to_mcore_round_trip_preserves_tensors(
     tmp_path: Path, kind: Any, stack_layers: bool
 ) -> None:
@@ -50,7 +51,7 @@ def test_hf_to_mcore_round_trip_preserves_tensors(
         assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", one_in(3, OTHERS))
 def test_other_formats_round_trip_through_mcore(tmp_path: Path, other: str) -> None:
     state, config = tiny_llama("llama3")
     papers = tmp_path / "papers"
@@ -77,7 +78,7 @@ def test_mcore_output_is_detected_as_mcore_and_complete(tmp_path: Path, source: 
     assert all(one.crc32 is not None for t in catalog.tensors.values() for one in t.extents)
 
 
-@pytest.mark.parametrize("to", OTHERS)
+@pytest.mark.parametrize("to", one_in(3, OTHERS))
 def test_diff_ignores_trainer_state_that_target_format_cannot_store(
     tmp_path: Path, source: Path, to: str
 ) -> None:

@@ -32,9 +32,10 @@ from tests.contract.support import (
     single_file,
     snapshot,
 )
+from tests.sweeps import one_in
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", one_in(3, KINDS))
 def test_fifo_replacing_data_file_is_refused_without_hanging(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ckptctl.cli.app import build_program
 from tests.runs import save_step, tear
+from tests.sweeps import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 REFUSED = 6
@@ -45,7 +46,7 @@ OWN = ("README.md", "LICENSE", "tokenizer.json", "generation_config.json", "SHA2
 TRIES = 12
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", one_in(3, COMMANDS))
 def test_overwrite_replaces_only_checkpoints(
     places: dict[str, Path], tmp_path: Path, command: str
 ) -> None:

@@ -27,6 +27,7 @@ from tests.checkpoints.golden import Golden
 from tests.checkpoints.readers import flatten
 from tests.checkpoints.training import Style
 from tests.contract.support import WRITABLE, message, place, read, refused
+from tests.sweeps import one_in
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 STYLES: tuple[Style, ...] = ("torchtitan", "prefixed")
@@ -53,7 +54,7 @@ def style_of(name: str) -> Style:
 CASES = (*STYLES, *(f"{style}.pt" for style in STYLES))
 
 
-@pytest.mark.parametrize("target", WRITABLE)
+@pytest.mark.parametrize("target", one_in(4, WRITABLE))
 @pytest.mark.parametrize("name", CASES)
 def test_model_is_extracted_from_training_checkpoint(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
@@ -72,7 +73,7 @@ def test_model_is_extracted_from_training_checkpoint(
 
 
 @pytest.mark.parametrize("target", ["dcp", "torch"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(3, CASES))
 def test_only_all_keeps_training_state(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:
@@ -86,7 +87,7 @@ def test_only_all_keeps_training_state(
         assert nested.keys() == state.keys()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(3, CASES))
 @pytest.mark.parametrize("target", ["dcp", "torch"])
 def test_optimizer_moments_follow_renamed_parameters(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from ckptctl.cli.app import app
 from ckptctl.errors import StorageError
+from tests.sweeps import one_in
 
 DATA = Path(__file__).parents[1] / "data"
 CHECKPOINTS = {
@@ -131,7 +132,7 @@ def sweep(name: str, folder: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["hf", "dcp", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+    "name", one_in(2, ["hf", "dcp", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 )
 def test_unreadable_file_exits_8_in_every_command(tmp_path: Path, name: str) -> None:
     done = subprocess.run(

@@ -323,6 +323,7 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "end"),
     [
@@ -349,6 +350,7 @@ def test_interpreter_exit_waits_for_async_save(tmp_path: Path, mode: str, end: s
     assert FileSystemReader(tmp_path / "step-2").read_metadata()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "moment"),
     [

@@ -18,6 +18,7 @@ from ckptctl.cli.app import app
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.verbs.average_weights import compute_ema_weights, compute_schedule_weights
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
+from tests.sweeps import one_in
 
 State = dict[str, torch.Tensor]
 STEPS = (100, 200, 300, 400)
@@ -71,14 +72,17 @@ def require_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torc
 
 @pytest.mark.parametrize(
     ("options", "weights"),
-    [
-        ({}, (1, 1, 1, 1)),
-        ({"weights": [1, 2, 3, 5.5]}, (1, 2, 3, 5.5)),
-        ({"ema": 0.9}, (0.9**3, 0.1 * 0.9**2, 0.1 * 0.9, 0.1)),
-        ({"schedule": "linear"}, (1, 1, 1, 1)),
-        ({"schedule": "1-sqrt"}, compute_schedule_weights(4, "1-sqrt")),
-        ({"dtype": "fp32"}, (1, 1, 1, 1)),
-    ],
+    one_in(
+        3,
+        [
+            ({}, (1, 1, 1, 1)),
+            ({"weights": [1, 2, 3, 5.5]}, (1, 2, 3, 5.5)),
+            ({"ema": 0.9}, (0.9**3, 0.1 * 0.9**2, 0.1 * 0.9, 0.1)),
+            ({"schedule": "linear"}, (1, 1, 1, 1)),
+            ({"schedule": "1-sqrt"}, compute_schedule_weights(4, "1-sqrt")),
+            ({"dtype": "fp32"}, (1, 1, 1, 1)),
+        ],
+    ),
 )
 def test_average_equals_loop_in_float64(
     tmp_path: Path, run: Path, options: dict[str, Any], weights: Sequence[float]

@@ -122,6 +122,7 @@ def left(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.slow)])
 def test_concurrent_converts_to_same_destination_have_one_winner(
     sources: dict[float, Path], tmp_path: Path, runs: int

@@ -31,7 +31,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("target", WRITABLE)
-@pytest.mark.parametrize("name", one_in(3, WRITABLE))
+@pytest.mark.parametrize("name", one_in(7, WRITABLE))
 def test_convert_output_is_identical_for_all_options(
     tmp_path: Path, sources: dict[str, Path], name: str, target: str
 ) -> None:

@@ -111,7 +111,7 @@ def require_equal_files(first: Path, second: Path) -> None:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("dtype", one_in(3, [torch.bfloat16, torch.float16, torch.float32]))
+@pytest.mark.parametrize("dtype", one_in(7, [torch.bfloat16, torch.float16, torch.float32]))
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_quantizing_on_device_matches_cpu(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     ragged = name != "int4"  # which needs complete groups

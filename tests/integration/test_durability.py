@@ -25,6 +25,7 @@ from tests import ext4
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.contract.support import snapshot
+from tests.sweeps import one_in
 
 STATE, CONFIG = tiny_llama("llama3", hidden=128, vocab=2048, ffn=256)
 NAME = "model.embed_tokens.weight"
@@ -147,7 +148,9 @@ def started(*words: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=-3, stderr=-3, cwd=Path(__file__).parents[2])
 
 
-@pytest.mark.parametrize(("to", "name"), [("dcp", "out"), ("hf", "out"), ("torch", "out.pt")])
+@pytest.mark.parametrize(
+    ("to", "name"), one_in(3, [("dcp", "out"), ("hf", "out"), ("torch", "out.pt")])
+)
 def test_power_cut_after_success_loses_nothing(given: Path, disk: Path, to: str, name: str) -> None:
     assert started("convert", given, disk / "deep" / name, "--to", to).wait(60) == 0
     for found in after_a_power_cut(disk):

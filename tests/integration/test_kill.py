@@ -28,6 +28,7 @@ from ckptctl.storage import file_system
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.publish import stage_output
+from tests.sweeps import one_in
 from tests.transfers import stored
 from tests.transfers import target as target_box
 
@@ -226,10 +227,13 @@ def main() -> None:
 @pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), MOST])
 @pytest.mark.parametrize(
     "scenario",
-    [
-        one if one in ("fresh", "overwrite") else pytest.param(one, marks=pytest.mark.slow)
-        for one in SCENARIOS
-    ],
+    one_in(
+        2,
+        [
+            one if one in ("fresh", "overwrite") else pytest.param(one, marks=pytest.mark.slow)
+            for one in SCENARIOS
+        ],
+    ),
 )
 def test_killed_run_leaves_complete_output_or_none(scenario, jobs):
     done = subprocess.run(

@@ -34,6 +34,7 @@ from tests.checkpoints import tiny_llama
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import manager_url_ranks as ranks
 from tests.stores import FAULTY, IN_MEMORY, SHARED, Bucket
+from tests.sweeps import one_in
 
 FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS_NAME}
 TURNED = torch.arange(12.0).reshape(3, 4)
@@ -248,7 +249,9 @@ def test_final_model_is_published_to_url(url: str, monkeypatch: pytest.MonkeyPat
 
 
 @IN_MEMORY
-@pytest.mark.parametrize(("root_there", "out_there"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("root_there", "out_there"), one_in(3, [(True, True), (True, False), (False, True)])
+)
 def test_restarted_finished_job_reuses_its_final_model(
     url: str, tmp_path: Path, root_there: bool, out_there: bool
 ) -> None:

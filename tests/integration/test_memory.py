@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkpoints import tiny_llama
 from tests.contract.support import WRITABLE, place
+from tests.sweeps import one_in
 
 REPOSITORY = Path(__file__).parents[2]
 MB = 1_000_000
@@ -144,7 +145,8 @@ def peak(source: Path, target: str, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(to, marks=pytest.mark.slow if to in LONG else ()) for to in WRITABLE]
+    "target",
+    one_in(2, [pytest.param(to, marks=pytest.mark.slow if to in LONG else ()) for to in WRITABLE]),
 )
 def test_convert_memory_is_independent_of_model_size(folder: Path, target: str) -> None:
     sizes = {}
@@ -158,6 +160,7 @@ def test_convert_memory_is_independent_of_model_size(folder: Path, target: str) 
     assert large - small < 8 * MB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [

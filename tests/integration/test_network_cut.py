@@ -144,6 +144,7 @@ CASES = [
 FAST = [("SIGKILL", "dcp", "second file")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "to", "moment"),
     [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in CASES],

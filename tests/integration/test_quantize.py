@@ -28,6 +28,7 @@ from tests.checkpoints.golden import Golden, State, digest, family_of, names
 from tests.checkpoints.quantized import DIGESTS, SCHEMES, WIDE, llama, numbers
 from tests.checkpoints.readers import raw_bytes
 from tests.integration.test_torchrun import launch
+from tests.sweeps import one_in
 
 CHANNEL = "fp8-channel"
 
@@ -104,7 +105,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), QUICK)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, QUICK))
 def test_quantize_from_other_layouts_matches_hf_source(
     tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -137,7 +138,7 @@ def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles)
         assert buffer == content[start:stop], (key, start, stop)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", one_in(3, SCHEMES))
 def test_pieces_of_quantized_tensors_match_full_output(
     tmp_path: Path, source: Path, scheme: str
 ) -> None:
@@ -150,7 +151,7 @@ def test_pieces_of_quantized_tensors_match_full_output(
                 pieces_agree(plan, f"//{name}@quantized", wanted, files)
 
 
-@pytest.mark.parametrize(("name", "layout"), QUICK)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, QUICK))
 def test_pieces_of_rearranged_tensors_match_full_output(
     tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -219,7 +220,7 @@ def test_requantize_in_one_run_matches_two_runs(tmp_path: Path, source: Path, sc
         quantized(tmp_path / "blocks", tmp_path / "refused", scheme)
 
 
-@pytest.mark.parametrize("scheme", ["fp8-block", "int4", "int8", "int8-channel"])
+@pytest.mark.parametrize("scheme", one_in(3, ["fp8-block", "int4", "int8", "int8-channel"]))
 def test_reported_rounding_matches_dequantized_weights(
     tmp_path: Path, source: Path, scheme: str
 ) -> None:
@@ -241,7 +242,14 @@ def test_reported_rounding_matches_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("scheme", "ragged"),
-    [(scheme, ragged) for scheme in SCHEMES for ragged in (False, True)[: 2 - (scheme in WIDE)]],
+    one_in(
+        4,
+        [
+            (scheme, ragged)
+            for scheme in SCHEMES
+            for ragged in (False, True)[: 2 - (scheme in WIDE)]
+        ],
+    ),
 )
 def test_quantize_matches_reference_tools_bit_for_bit(
     tmp_path: Path, scheme: str, ragged: bool
@@ -254,7 +262,7 @@ def test_quantize_matches_reference_tools_bit_for_bit(
         assert digest(found) == DIGESTS[f"{scheme} {name} {'ragged' if ragged else 'whole'}"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", one_in(3, SCHEMES))
 def test_quantize_output_is_independent_of_jobs_and_memory(
     tmp_path: Path, source: Path, scheme: str
 ) -> None:
@@ -365,7 +373,7 @@ def test_fused_projections_share_nvfp4_global_scale(tmp_path: Path, source: Path
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", one_in(4, SCHEMES))
 def test_quantizing_nan_or_infinity_is_refused(tmp_path: Path, scheme: str, value: float) -> None:
     state, config = llama(scheme not in WIDE, dtype=torch.float32)
     state["model.layers.1.mlp.down_proj.weight"][130, 7] = value

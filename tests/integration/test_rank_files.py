@@ -16,6 +16,7 @@ from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
+from tests.sweeps import one_in
 from tests.unit.formats.test_rank_gaps import only
 
 
@@ -140,7 +141,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("save", FULL)
+@pytest.mark.parametrize("save", one_in(3, FULL))
 def test_rank_files_convert_to_full_model_tensors(saved: Path, tmp_path: Path, save: Any) -> None:
     source = saved / save.__name__
     expected = torch.load(source / "full.expected", weights_only=True)
@@ -156,7 +157,7 @@ def test_rank_files_convert_to_full_model_tensors(saved: Path, tmp_path: Path, s
         kept.rename(missing)
 
 
-@pytest.mark.parametrize("save", FULL)
+@pytest.mark.parametrize("save", one_in(5, FULL))
 @pytest.mark.parametrize("gone", [(0,), (1,), (2,), (3,), (1, 3), (2, 3)])
 def test_parts_of_missing_rank_files_are_reported(
     saved: Path, tmp_path: Path, save: Any, gone: tuple[int, ...]

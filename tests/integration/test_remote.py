@@ -36,6 +36,7 @@ from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.paths import parse_path
 from tests.contract.samples import SAMPLES
 from tests.remote_reads import counted
+from tests.sweeps import one_in
 
 DATA = Path("tests/data")
 TINY = DATA / "tiny-llama3-hf"
@@ -66,7 +67,8 @@ def _outcome(call: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SAMPLES]
+    "name",
+    one_in(3, [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in SAMPLES]),
 )
 def test_sample_on_url_matches_local_results(name: str, tmp_path: Path) -> None:
     sample = SAMPLES[name]
@@ -374,7 +376,7 @@ def test_inspect_sends_one_request_per_s3_object(
 
 
 @S3
-@pytest.mark.parametrize("command", ["inspect", "verify", "load", "extract", "diff"])
+@pytest.mark.parametrize("command", one_in(3, ["inspect", "verify", "load", "extract", "diff"]))
 def test_s3_object_replaced_after_listing_is_an_error(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -420,7 +422,7 @@ def test_replaced_s3_object_is_read_again(bucket: str) -> None:
 
 
 @S3
-@pytest.mark.parametrize("where", ["s3://bucket/nothing", "s3://nothing/x"])
+@pytest.mark.parametrize("where", one_in(2, ["s3://bucket/nothing", "s3://nothing/x"]))
 def test_missing_s3_object_exits_3(bucket: str, where: str) -> None:
     run = _command("inspect", where, "--json")
     assert run.returncode == 3 and not run.stdout

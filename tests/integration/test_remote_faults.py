@@ -22,6 +22,7 @@ from ckptctl.remote import retries
 from ckptctl.storage.execution import finisher
 from tests.checkpoints import differences, load_any_reference
 from tests.conftest import DATA
+from tests.sweeps import one_in
 
 MEMORY = fsspec.filesystem("memory")
 TINY = DATA / "tiny-llama3-hf"
@@ -108,7 +109,7 @@ def marked(url: str, to: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["once", pytest.param("forever", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("to", MARKERS)
+@pytest.mark.parametrize("to", one_in(2, MARKERS))
 def test_failing_output_storage_publishes_only_complete_checkpoint(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str, kind: str
 ) -> None:

@@ -25,6 +25,7 @@ from ckptctl.remote import hub_upload, retries
 from ckptctl.remote.hub import HubStore
 from ckptctl.remote.hub_upload import HubUpload
 from tests.hub_server import Hub
+from tests.sweeps import one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client itself
 TINY = Path("tests/data/tiny-llama3-hf")
@@ -403,7 +404,7 @@ def test_convert_command_uses_hub_environment_variables(hub: Hub, tmp_path: Path
     assert said == hub.repositories["org/new"].files.keys() - {"README.md"}
 
 
-@pytest.mark.parametrize("answer", ["n", "y", "--yes"])
+@pytest.mark.parametrize("answer", one_in(3, ["n", "y", "--yes"]))
 def test_push_from_terminal_asks_for_confirmation(hub: Hub, tmp_path: Path, answer: str) -> None:
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     asked = ["convert", "hf://org/tiny", "hf://org/new", "--to", "hf"]

@@ -34,6 +34,7 @@ from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks
 from tests.s3_server import Server
 from tests.stores import SHARED, names
+from tests.sweeps import one_in
 
 MEMORY = fsspec.filesystem("memory")
 STATE = {"w": torch.arange(6.0)}
@@ -287,7 +288,7 @@ def test_lost_lock_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore")  # of botocore, moto and torch without ranks
-@pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
+@pytest.mark.parametrize("planner", one_in(2, [SavePlanner, DefaultSavePlanner]))
 def test_stock_save_removes_leftovers_of_dead_run(server: Server, planner: type[Any]) -> None:
     system, root = fsspec.filesystem("s3"), f"{s3_server.BUCKET}/run/step-5"
     system.pipe_file(f"{root}/__7_0.distcp", b"old")

@@ -17,6 +17,7 @@ from ckptctl.errors import CkptError, MappingError, UnsupportedError, UsageError
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 from tests.integration.test_schemes import State, fp4, fp8_channels, kimi, mxfp8, nf4, saved, words
+from tests.sweeps import one_in
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 QUANTIZATION = "quantization_config"
@@ -158,7 +159,7 @@ INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("name", one_in(4, INTEGERS))
 def test_repacked_integers_keep_their_values(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

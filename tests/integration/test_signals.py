@@ -21,6 +21,7 @@ import torch
 
 from tests.checkpoints.adapters import save_peft
 from tests.runs import save_step
+from tests.sweeps import one_in
 
 ROOT = Path(__file__).parents[2]
 MB = 1_000_000
@@ -132,17 +133,20 @@ def filled(line: str, places: dict[str, Path], out: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("convert", signal.SIGINT),
-        ("convert", signal.SIGTERM),
-        *(
-            pytest.param(name, signal.SIGINT, marks=pytest.mark.slow)
-            for name in WRITING
-            if name != "convert"
-        ),
-        pytest.param("convert and resume", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("extract", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    one_in(
+        2,
+        [
+            ("convert", signal.SIGINT),
+            ("convert", signal.SIGTERM),
+            *(
+                pytest.param(name, signal.SIGINT, marks=pytest.mark.slow)
+                for name in WRITING
+                if name != "convert"
+            ),
+            pytest.param("convert and resume", signal.SIGTERM, marks=pytest.mark.slow),
+            pytest.param("extract", signal.SIGTERM, marks=pytest.mark.slow),
+        ],
+    ),
 )
 def test_interrupted_write_exits_130_and_cleans_up(
     places: dict[str, Path], tmp_path: Path, name: str, number: int
@@ -159,15 +163,18 @@ def test_interrupted_write_exits_130_and_cleans_up(
 
 @pytest.mark.parametrize(
     ("name", "machine", "number"),
-    [
-        ("verify", False, signal.SIGINT),
-        *(
-            pytest.param(name, False, signal.SIGINT, marks=pytest.mark.slow)
-            for name in ("diff", "inspect", "report")
-        ),
-        ("diff", True, signal.SIGINT),
-        pytest.param("verify", False, signal.SIGTERM, marks=pytest.mark.slow),
-    ],
+    one_in(
+        2,
+        [
+            ("verify", False, signal.SIGINT),
+            *(
+                pytest.param(name, False, signal.SIGINT, marks=pytest.mark.slow)
+                for name in ("diff", "inspect", "report")
+            ),
+            ("diff", True, signal.SIGINT),
+            pytest.param("verify", False, signal.SIGTERM, marks=pytest.mark.slow),
+        ],
+    ),
 )
 def test_interrupted_read_exits_130(
     places: dict[str, Path], tmp_path: Path, name: str, machine: bool, number: int
@@ -185,6 +192,7 @@ def test_interrupted_read_exits_130(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

@@ -19,6 +19,7 @@ from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 from tests.checkpoints.golden import Golden
 from tests.integration.test_ranks import meta
+from tests.sweeps import one_in
 
 STATE, CONFIG = tiny_llama("llama3", "float32")
 
@@ -37,13 +38,16 @@ def flip(file: Path, key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [
-        "layers.0.attention.wqkv.weight",
-        "layers.0.feed_forward.mlp.fc1_weight",
-        "layers.1.feed_forward.experts.moe_w_out_eF_D",
-        "layers.1.feed_forward.experts.moe_w_in_eD_F",
-        "layers.0.attention.wo.weight",
-    ],
+    one_in(
+        4,
+        [
+            "layers.0.attention.wqkv.weight",
+            "layers.0.feed_forward.mlp.fc1_weight",
+            "layers.1.feed_forward.experts.moe_w_out_eF_D",
+            "layers.1.feed_forward.experts.moe_w_in_eD_F",
+            "layers.0.attention.wo.weight",
+        ],
+    ),
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_flipped_bit_in_rank_file_is_damage(tmp_path: Path, key: str, rank: int) -> None:

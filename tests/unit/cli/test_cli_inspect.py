@@ -14,6 +14,7 @@ from ckptctl.verdict import UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
 from tests.runs import save_step, tear
+from tests.sweeps import one_in
 
 LONG = "x" * 200
 EVIL = "e\x1b[31m[bold]\u202e\nv"
@@ -174,7 +175,9 @@ def test_inspect_of_run_reports_unreadable_checkpoint(run, reader, tiny_llama3_h
 
 @pytest.mark.parametrize(
     "options",
-    [["--stats"], ["--tensors"], ["--include", "w"], ["--markdown"], ["--stats", "--json"]],
+    one_in(
+        3, [["--stats"], ["--tensors"], ["--include", "w"], ["--markdown"], ["--stats", "--json"]]
+    ),
 )
 def test_single_checkpoint_options_are_refused_for_run(run, fake, folder, options):
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})

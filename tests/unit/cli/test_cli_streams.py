@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.runs import save_step
+from tests.sweeps import one_in
 from tests.unit.cli.conftest import environment, program
 
 
@@ -41,6 +42,7 @@ def test_no_color_disables_color(terminal, tiny_llama3_hf, env):
     assert "\x1b" not in terminal("inspect", tiny_llama3_hf, **env)
 
 
+@pytest.mark.slow
 def test_ascii_output_encoding_is_respected(piped, tiny_llama3_hf):
     done = piped("inspect", tiny_llama3_hf, "--stats", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
@@ -48,7 +50,7 @@ def test_ascii_output_encoding_is_respected(piped, tiny_llama3_hf):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("options", [[], ["--json"], ["-q"]])
+@pytest.mark.parametrize("options", one_in(3, [[], ["--json"], ["-q"]]))
 def test_full_disk_exits_8_after_work_is_done(tmp_path, options, unbuffered):
     """The work is done all the same: this may be the command that frees the disk."""
     for step in (1, 2):
@@ -90,16 +92,19 @@ def test_full_disk_overrides_diff_exit_code(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "env", "answer", "said"),
-    [
-        ([], {}, False, False),
-        ([], {"FORCE_COLOR": "1"}, False, True),
-        ([], {"CLICOLOR_FORCE": "1"}, False, True),
-        ([], {"FORCE_COLOR": "0"}, False, False),
-        ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
-        (["--color=always"], {"NO_COLOR": "1"}, True, True),
-        (["--color=never"], {"FORCE_COLOR": "1"}, False, False),
-        (["--color=auto"], {"FORCE_COLOR": "1"}, False, True),
-    ],
+    one_in(
+        4,
+        [
+            ([], {}, False, False),
+            ([], {"FORCE_COLOR": "1"}, False, True),
+            ([], {"CLICOLOR_FORCE": "1"}, False, True),
+            ([], {"FORCE_COLOR": "0"}, False, False),
+            ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
+            (["--color=always"], {"NO_COLOR": "1"}, True, True),
+            (["--color=never"], {"FORCE_COLOR": "1"}, False, False),
+            (["--color=auto"], {"FORCE_COLOR": "1"}, False, True),
+        ],
+    ),
 )
 @pytest.mark.parametrize("before", [False, True])
 def test_color_option_overrides_environment(run, tmp_path, words, env, answer, said, before):

@@ -14,6 +14,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.planner.boxes import compute_coverage
+from tests.sweeps import one_in
 from tests.unit.formats.test_rank_files import save_ranks
 
 SAMPLES = {
@@ -56,7 +57,7 @@ def spoiled(source: Path, folder: Path) -> Iterator[tuple[str, Path]]:
             shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("sample", one_in(3, SAMPLES))
 def test_unusable_rank_file_loses_only_its_boxes(data: Path, tmp_path: Path, sample: str) -> None:
     source = data / SAMPLES[sample]
     whole = read(source, REPLICAS)

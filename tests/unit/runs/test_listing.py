@@ -20,6 +20,7 @@ from ckptctl.runs.notes import read_recorded_step
 from ckptctl.runs.removal import plan_prune
 from ckptctl.verbs.verification import model_check
 from tests.runs import START, age, save_step, tear
+from tests.sweeps import one_in
 
 DATA = Path(__file__).parents[2] / "data"
 BEST = ("`last.ckpt` as the best", "`epoch=0-step=3.ckpt` as the best")
@@ -154,17 +155,20 @@ def test_companion_lookups_grow_linearly_with_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("pointer", "text", "name"),
-    [
-        ("latest", "global_step5", "global_step5"),
-        ("latest", "global_step5\n", "global_step5"),
-        ("latest_universal", "global_step5", "global_step5"),
-        ("latest_checkpointed_iteration.txt", "5", "global_step5"),
-        ("last_checkpoint", "somewhere/global_step5", "global_step5"),
-        ("latest", "global_step7", None),
-        ("latest", "../../etc", None),
-        ("latest", "", None),
-        ("latest", "\0\xff", None),
-    ],
+    one_in(
+        4,
+        [
+            ("latest", "global_step5", "global_step5"),
+            ("latest", "global_step5\n", "global_step5"),
+            ("latest_universal", "global_step5", "global_step5"),
+            ("latest_checkpointed_iteration.txt", "5", "global_step5"),
+            ("last_checkpoint", "somewhere/global_step5", "global_step5"),
+            ("latest", "global_step7", None),
+            ("latest", "../../etc", None),
+            ("latest", "", None),
+            ("latest", "\0\xff", None),
+        ],
+    ),
 )
 def test_pointer_files_pin_named_checkpoint(tmp_path, pointer, text, name):
     for step in (5, 6):
@@ -251,7 +255,7 @@ LINKS = {"gone": "damaged", ".metadata": "unknown", "/etc/no/file": "unknown"}
 TORCHTITAN = "dcp/torchtitan/steps/ckpt/checkpoint/step-8"
 
 
-@pytest.mark.parametrize("target", LINKS)
+@pytest.mark.parametrize("target", one_in(5, LINKS))
 @pytest.mark.parametrize(
     ("sample", "part"),
     [
@@ -289,7 +293,7 @@ def test_dangling_metadata_link_does_not_hide_rank_metadata(tmp_path):
     assert states(tmp_path) == {"step-1": "unknown"}
 
 
-@pytest.mark.parametrize("part", ["model", "pytorch_model_fsdp_0", "optimizer_0"])
+@pytest.mark.parametrize("part", one_in(3, ["model", "pytorch_model_fsdp_0", "optimizer_0"]))
 @pytest.mark.parametrize("held", ["weights.bin", None, "link"])
 def test_unrecognized_part_makes_checkpoint_unknown(tmp_path, part, held):
     """So is what it is a part of, whatever lies beside it; an emptied one proves nothing."""
@@ -307,7 +311,7 @@ def test_unrecognized_part_makes_checkpoint_unknown(tmp_path, part, held):
     assert found.problem.startswith(f"`{part}`: ")
 
 
-@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("code", one_in(3, [errno.ESTALE, errno.EIO, errno.EACCES]))
 def test_read_error_makes_checkpoint_unknown_and_kept(tmp_path, monkeypatch, code):
     """It may be complete, so `--include-incomplete` must not take it."""
     for step in (1, 2, 3):

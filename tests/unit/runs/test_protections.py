@@ -36,6 +36,7 @@ from ckptctl.runs.removal import Trainer, plan_prune, run_prune
 from ckptctl.storage import json_reader, trash
 from tests.checkpoints import load_any_reference
 from tests.runs import START, age, save_step, tear
+from tests.sweeps import one_in
 
 LAST = Policy(last=1)
 DOCS = Path(__file__).parents[3] / "docs"
@@ -124,7 +125,7 @@ def test_damaged_checkpoint_with_external_link_is_pruned(run: Path) -> None:
 # --- what the Trainer calls the best ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [40, 150, -1, 0])
+@pytest.mark.parametrize("cut", one_in(3, [40, 150, -1, 0]))
 def test_truncated_trainer_state_blocks_prune(tmp_path: Path, cut: int) -> None:
     text = stated(4, "out/checkpoint-3")
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: text[:cut]})
@@ -253,7 +254,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("text", SPELLINGS.values(), ids=SPELLINGS.keys())
+@pytest.mark.parametrize("text", one_in(7, SPELLINGS.values()), ids=SPELLINGS.keys())
 @pytest.mark.parametrize("name", ["latest", "last_checkpoint", "latest_checkpointed_iteration.txt"])
 def test_pointer_spellings_protect_named_checkpoints(run: Path, name: str, text: bytes) -> None:
     (run / name).write_bytes(text)
@@ -448,7 +449,7 @@ def test_weights_in_optimizer_like_state_are_not_thinned(tmp_path: Path, word: s
     assert plan_prune(tmp_path, LAST, thin=True).decisions[0].action == "skip"
 
 
-@pytest.mark.parametrize("word", ["opt", "optim", "optimizer", "optimizer_states"])
+@pytest.mark.parametrize("word", one_in(3, ["opt", "optim", "optimizer", "optimizer_states"]))
 def test_only_real_optimizer_is_thinned_next_to_similar_name(tmp_path: Path, word: str) -> None:
     other = "optim" if word == "opt" else "opt"
     for step in (1, 2):
@@ -573,7 +574,7 @@ def test_folder_with_latest_pointer_is_a_run(tmp_path: Path, text: str) -> None:
     assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]
 
 
-@pytest.mark.parametrize("text", ["30", "30\n", "iter_0000030", "20"])
+@pytest.mark.parametrize("text", one_in(3, ["30", "30\n", "iter_0000030", "20"]))
 def test_megatron_tracker_to_missing_iteration_allows_prune(
     tmp_path: Path, tiny_llama3_hf: Path, text: str
 ) -> None:
@@ -654,7 +655,7 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
 """Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
 
 
-@pytest.mark.parametrize("one", PROTECTIONS, ids=lambda one: f"{one.name}, {one.file}")
+@pytest.mark.parametrize("one", one_in(4, PROTECTIONS), ids=lambda one: f"{one.name}, {one.file}")
 def test_each_protection_keeps_or_skips_checkpoint(run: Path, one: Protection) -> None:
     aged(run)
     CASES[one.name, one.file](run)
@@ -674,7 +675,8 @@ def test_each_protection_keeps_or_skips_checkpoint(run: Path, one: Protection) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"metrics": 3}', '{"save": "7", "resumed": []}', '{"save": 7}']
+    "text",
+    one_in(3, ["", "[]", "{", '{"metrics": 3}', '{"save": "7", "resumed": []}', '{"save": 7}']),
 )
 def test_malformed_run_record_protects_checkpoint(run: Path, text: str) -> None:
     (run / "step-2" / "ckptctl.run.json").write_text(text)

@@ -99,7 +99,7 @@ def resaved(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("to", ["torch", "hf"])
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", one_in(5, ZERO))
 def test_master_weights_match_reference(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source = sample(data, name)
     assert list(formats.sniff_formats(source)) == ["deepspeed"]
@@ -107,7 +107,7 @@ def test_master_weights_match_reference(data: Path, tmp_path: Path, name: str, t
     assert ckptctl.inspect(source).verdict == "complete"
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", one_in(4, ZERO))
 def test_optimizer_moments_match_reference(data: Path, tmp_path: Path, name: str) -> None:
     found = converted(sample(data, name), tmp_path, only="all")
     moments = stored(data, name, "moments")

@@ -132,7 +132,7 @@ SPELLED = [same, stacked, halved, both, below_module]
 
 
 @pytest.mark.parametrize("cut", [(), (2,), (LAYERS, 2), (1, 1, 2)])
-@pytest.mark.parametrize("spelled", one_in(3, SPELLED))
+@pytest.mark.parametrize("spelled", one_in(7, SPELLED))
 def test_every_spelling_and_sharding_reads_as_same_model(
     model: dict[str, torch.Tensor], tmp_path: Path, spelled: Any, cut: tuple[int, ...]
 ) -> None:

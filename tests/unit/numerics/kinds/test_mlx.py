@@ -6,6 +6,7 @@ import torch
 from ckptctl.catalog import ComputedTensor
 from ckptctl.numerics.quantization.formulas import MlxGroups
 from tests.checkpoints.mxfp4 import TABLE
+from tests.sweeps import one_in
 from tests.unit.storage.test_computed import DTYPES, files, same_everywhere, stored
 
 __all__ = ["files"]
@@ -30,7 +31,7 @@ def computed(files, kind, dtype, shape, given, said):
     return ComputedTensor(kind, dtype, shape, inputs, said)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", one_in(5, BITS))
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float16])
 def test_affine_integers_of_any_width_are_dequantized(files, bits, scales):
     numbers = integers(bits, 2, 5, 96)

@@ -90,7 +90,9 @@ def part_of(
     return stored[(slice(None),) * (leaf.concat_dim + bool(leaf.interleave_axis)) + (place,)]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "llama4", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", one_in(3, ["gpt_oss", "qwen3_moe", "llama4", "deepseek_v3", "qwen3_next"])
+)
 def test_mapped_tensors_match_numpy_in_every_layout(name):
     known = family(name)
     for source, target in itertools.permutations(known.layouts, 2):
@@ -111,7 +113,7 @@ RESIZED = (
 
 
 @pytest.mark.parametrize(
-    ("more", "name", "axis"), one_in(3, [(more, *one) for more in (7, -1) for one in RESIZED])
+    ("more", "name", "axis"), one_in(7, [(more, *one) for more in (7, -1) for one in RESIZED])
 )
 def test_resized_axis_is_cut_or_zero_padded(more, name, axis):
     known = family(name)
