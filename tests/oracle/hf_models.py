@@ -7,6 +7,7 @@ They are built from the configurations in :mod:`tests.oracle.tiny`. The layout `
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ if not hasattr(modeling_llama4.MoeCausalLMOutputWithPast, "image_outputs"):
     # transformers 5.24 reads it from the language model's output, which lacks it.
     modeling_llama4.MoeCausalLMOutputWithPast.image_outputs = None
 
+for configuration in (transformers.PreTrainedConfig, transformers.GenerationConfig):
+    # transformers writes each into a message that is not shown, for longer than a tiny model loads.
+    configuration.__repr__ = object.__repr__
+
 State = dict[str, torch.Tensor]
+SavedModel = Callable[[str], tuple[Any, Path, torch.Tensor]]
+"""The fixture ``saved_model``."""
 
 CLASSES = {
     "llama4_text": "Llama4ForCausalLM",

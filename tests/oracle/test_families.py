@@ -7,7 +7,6 @@ model to transformers; the logits agree. Where no peer runs, the tensors in memo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.oracle.tiny import TINY, family_of
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
-from tests.oracle.hf_models import State
+from tests.oracle.hf_models import SavedModel, State
 from tests.oracle.peers import PEERS, Peer, missing, state_of
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -48,12 +47,6 @@ def require(name: str, layout: str = "hf", peer: Peer | None = None) -> str:
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     assert found.shape == expected.shape
     return distance(found, expected) < TOLERANCE * max(1.0, float(expected.abs().max()))
-
-
-def saved(tmp_path: Path, name: str) -> tuple[Any, Path, torch.Tensor]:
-    """Return a random model, its folder and its logits."""
-    model = hf_models.random_model(TINY[name]())
-    return model, hf_models.save(model, tmp_path / "hf"), hf_models.logits(model)
 
 
 def to_layout(folder: Path, out: Path, family: str, layout: str) -> State:
@@ -94,16 +87,20 @@ def with_swapped_norms(state: State) -> State:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_transformers_reload_gives_identical_logits(tmp_path: Path, name: str) -> None:
-    _, folder, expected = saved(tmp_path, name)
+def test_transformers_reload_gives_identical_logits(
+    saved_model: SavedModel, tmp_path: Path, name: str
+) -> None:
+    _, folder, expected = saved_model(name)
     assert torch.equal(hf_models.logits(hf_models.load_strict(folder)), expected)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2**20
 
 
 @pytest.mark.parametrize(("name", "peer"), WITH_PEER)
-def test_hf_to_peer_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
+def test_hf_to_peer_keeps_logits(
+    saved_model: SavedModel, tmp_path: Path, name: str, peer: Peer
+) -> None:
     family = require(name, peer.LAYOUT, peer)
-    _, folder, expected = saved(tmp_path, name)
+    _, folder, expected = saved_model(name)
     state = to_layout(folder, tmp_path / "peer.pt", family, peer.LAYOUT)
     config = TINY[name]()
     model = peer.BUILDERS[name](config)
@@ -113,7 +110,9 @@ def test_hf_to_peer_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize(("name", "peer"), WITH_PEER)
-def test_peer_to_hf_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
+def test_peer_to_hf_keeps_logits(
+    saved_model: SavedModel, tmp_path: Path, name: str, peer: Peer
+) -> None:
     """The peer's own model, so that nothing here chose the names."""
     family = require(name, peer.LAYOUT, peer)
     config = TINY[name]()
@@ -121,7 +120,7 @@ def test_peer_to_hf_keeps_logits(tmp_path: Path, name: str, peer: Peer) -> None:
     hf_models.randomize(model, hf_models.has_zero_centred_norms(config), seed=5)
     state = state_of(peer, model, config)
     expected = peer.logits(model, state, config)
-    _, assets, _ = saved(tmp_path, name)
+    _, assets, _ = saved_model(name)
     source = save_torch(tmp_path / "peer.pt", state)
     found = to_hf(source, tmp_path / "out", family, peer.LAYOUT, assets)
     assert near(found, expected)
@@ -136,10 +135,12 @@ def in_memory_layout(name: str, family: str) -> str:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_hf_to_in_memory_layout_matches_live_state(tmp_path: Path, name: str) -> None:
+def test_hf_to_in_memory_layout_matches_live_state(
+    saved_model: SavedModel, tmp_path: Path, name: str
+) -> None:
     family = require(name)
     layout = in_memory_layout(name, family)
-    model, folder, _ = saved(tmp_path, name)
+    model, folder, _ = saved_model(name)
     state = to_layout(folder, tmp_path / "memory.pt", family, layout)
     expected = hf_models.in_memory(model)
     aliases = expected.keys() - state.keys()
@@ -150,10 +151,12 @@ def test_hf_to_in_memory_layout_matches_live_state(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_in_memory_layout_to_hf_keeps_logits(tmp_path: Path, name: str) -> None:
+def test_in_memory_layout_to_hf_keeps_logits(
+    saved_model: SavedModel, tmp_path: Path, name: str
+) -> None:
     family = require(name)
     layout = in_memory_layout(name, family)
-    model, folder, expected = saved(tmp_path, name)
+    model, folder, expected = saved_model(name)
     state = hf_models.in_memory(model)
     source = save_torch(tmp_path / "memory.pt", state)
     found = to_hf(source, tmp_path / "out", family, layout, folder)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from tests.oracle.models import distance, require_same
-from tests.oracle.test_families import WRONG, saved
+from tests.oracle.test_families import WRONG
 from tests.oracle.tiny import TINY
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -22,6 +22,12 @@ from tests.oracle.peers import missing, mlx, mlx_vlm, torchtitan_qwen
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 LAYOUTS = ("hf", "hf-3.5", "hf-fresh")
 MOE = {"qwen3_5_moe": "model.language_model.layers", "qwen3_5_moe_text": "model.layers"}
+
+
+def saved(tmp_path: Path, name: str) -> tuple[Any, Path, torch.Tensor]:
+    """Return a random model, its folder and its logits."""
+    model = hf_models.random_model(TINY[name]())
+    return model, hf_models.save(model, tmp_path / "hf"), hf_models.logits(model)
 
 
 def predict(folder: Path, layers: str) -> None:

@@ -18,6 +18,7 @@ from tests.oracle.tiny import TINY, family_of
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
+from tests.oracle.hf_models import SavedModel
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -40,13 +41,12 @@ def recognized(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_hf_dcp_round_trip_keeps_logits(tmp_path: Path, name: str) -> None:
+def test_hf_dcp_round_trip_keeps_logits(saved_model: SavedModel, tmp_path: Path, name: str) -> None:
     family = require(name)
-    model = hf_models.random_model(TINY[name]())
-    folder = hf_models.save(model, tmp_path / "hf")
+    model, folder, expected = saved_model(name)
     assert recognized(folder) >= {family}
     there = ckptctl.convert(folder, tmp_path / "dcp", to="dcp")
     assert there.plan.model_type in (family, model.config.model_type)
     ckptctl.convert(tmp_path / "dcp", tmp_path / "out", to="hf")
     found = hf_models.load_strict(tmp_path / "out")
-    assert torch.equal(hf_models.logits(found), hf_models.logits(model))
+    assert torch.equal(hf_models.logits(found), expected)
