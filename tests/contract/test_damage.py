@@ -46,7 +46,8 @@ def test_checkpoint_with_deleted_data_file_is_refused(
         shutil.rmtree(source.parent)
 
 
-@pytest.mark.parametrize("name", one_in(7, KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_checkpoint_with_truncated_data_file_is_refused(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
