@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -46,6 +47,8 @@ UNCONVERTED = [
 """Modules of gpt-oss that are not in MXFP4, as its ``config.json`` states them."""
 BOUNDS = ("put_min", "put_max")
 """What the names of the numbers end with that a layer clips to."""
+INITIALIZERS = ("kaiming_uniform_", "uniform_", "normal_", "ones_", "zeros_")
+"""What modules of torch call for their parameters."""
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -80,6 +83,13 @@ def random_model(config: Any, seed: int = 0) -> Any:
         if name.endswith("tid2eid"):
             value.copy_(torch.randint(config.n_routed_experts, value.shape))
     return model
+
+
+def build_on_meta(config: Any, **options: Any) -> Any:
+    """Return the model of *config* without data, which is not initialized either."""
+    ignored = dict.fromkeys(INITIALIZERS, lambda tensor, *_, **__: tensor)
+    with torch.device("meta"), mock.patch.multiple(torch.nn.init, **ignored):
+        return class_of(config)._from_config(config, **options)
 
 
 def randomize(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0) -> None:

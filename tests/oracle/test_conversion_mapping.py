@@ -25,7 +25,7 @@ from tests.oracle.tiny import TINY, family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
-from tests.oracle.hf_models import State, class_of
+from tests.oracle.hf_models import State, build_on_meta
 from tests.oracle.test_families import in_memory_layout
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -48,9 +48,7 @@ class Table:
     def __init__(self, name: str) -> None:
         from transformers import conversion_mapping, core_model_loading
 
-        config = TINY[name]()
-        with torch.device("meta"):
-            self.model = class_of(config)._from_config(config)
+        self.model = build_on_meta(TINY[name]())
         self.held = self.model.state_dict()
         found = conversion_mapping.get_model_conversion_mapping(self.model, add_legacy=False)
         renaming, converter = core_model_loading.WeightRenaming, core_model_loading.WeightConverter

@@ -86,17 +86,15 @@ def test_stored_config_defaults_match_transformers() -> None:
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors that transformers makes of a configuration, without their data."""
-    import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from tests.oracle.hf_models import class_of
+    from tests.oracle.hf_models import build_on_meta
     from tests.oracle.make_defaults import as_python
 
     own = as_python(deepcopy(config))  # classes take entries out of what they are given
     made = CONFIG_MAPPING[config["model_type"]].from_dict(own)
-    with torch.device("meta"):
-        model = class_of(made)._from_config(made)
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    state = build_on_meta(made).state_dict()
+    return {key: tuple(value.shape) for key, value in state.items()}
 
 
 @pytest.mark.parametrize("name", names())

@@ -183,9 +183,7 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     """
     family = families.family(family_of(name))
     roles = TensorRoles(family, family.get_layout(layout_of(family.name)))
-    config = TINY[name]()
-    with torch.device("meta"):
-        model = hf_models.class_of(config)._from_config(config, dtype=torch.bfloat16)
+    model = hf_models.build_on_meta(TINY[name](), dtype=torch.bfloat16)
     before = {key: one.shape for key, one in model.state_dict().items()}
     every = {key: roles.get_role(key, shape) for key, shape in before.items()}
     stacks = {key: role for key, role in every.items() if role in ("experts", "stacked")}
