@@ -87,7 +87,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
 
 def build_on_meta(config: Any, **options: Any) -> Any:
     """Return the model of *config* without data, which is not initialized either."""
-    ignored = dict.fromkeys(INITIALIZERS, lambda tensor, *_, **__: tensor)
+    ignored: Any = dict.fromkeys(INITIALIZERS, lambda tensor, *_, **__: tensor)
     with torch.device("meta"), mock.patch.multiple(torch.nn.init, **ignored):
         return class_of(config)._from_config(config, **options)
 
