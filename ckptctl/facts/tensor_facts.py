@@ -12,7 +12,13 @@ from dataclasses import replace
 
 from ckptctl.errors import MappingError
 from ckptctl.facts.contradictions import Statement
-from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
+from ckptctl.planner.axes import (
+    AxisSizes,
+    Equations,
+    ObservedShape,
+    build_equations,
+    solve_equations,
+)
 from ckptctl.planner.config_facts import evaluate_formula, get_size_field, list_operands
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import ModelTensors
@@ -78,21 +84,25 @@ def _find_contradicted_sizes(
             shape = tensors.shapes[key]
             observations_by_shape.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
     observations = [*observations_by_shape.values()]
+    try:
+        equations = build_equations(family, observations)
+    except MappingError:
+        return  # mapping the tensors reports the shape
     expected_sizes = [
         (axis, padded_sizes.get(axis, _get_size(statement)), statement)
         for axis, statement in stated_sizes
     ]
     sizes = {axis: size for axis, size, _ in expected_sizes}
     is_consistent = all(sizes[axis] == size for axis, size, _ in expected_sizes)
-    if is_consistent and _try_solve(family, observations, sizes) is not None:
+    if is_consistent and _try_solve(family, equations, sizes) is not None:
         return
     assumed_sizes: dict[str, int] = {}
-    solution = _try_solve(family, observations, assumed_sizes)
+    solution = _try_solve(family, equations, assumed_sizes)
     if solution is None:
         return  # shapes contradict each other: mapping the tensors reports how
     assumed_texts: list[str] = []
     for axis, size, statement in expected_sizes:
-        refined_solution = _try_solve(family, observations, {**assumed_sizes, axis: size})
+        refined_solution = _try_solve(family, equations, {**assumed_sizes, axis: size})
         if refined_solution is not None and assumed_sizes.get(axis, size) == size:
             if axis not in solution.axes:
                 assumed_texts.append(f"`{statement.fact}` = {size}")
@@ -111,10 +121,10 @@ def _find_contradicted_sizes(
 
 
 def _try_solve(
-    family: Family, observations: Sequence[ObservedShape], sizes: Mapping[str, int]
+    family: Family, equations: Equations, sizes: Mapping[str, int]
 ) -> AxisSizes | None:
     try:
-        return solve_axis_sizes(family, observations, sizes)
+        return solve_equations(family, equations, sizes)
     except MappingError:
         return None
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, LayoutTensor
@@ -56,6 +57,10 @@ class ObservedShape:
                 yield dim, terms, size
             else:
                 yield from ((dim, (term,), size) for term in dict.fromkeys(terms))
+
+
+Equations: TypeAlias = Mapping[tuple[tuple[Axes, ...], int], tuple[ObservedShape, int]]
+"""Sums of products of axis sizes with their values, and the tensor and dimension of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +168,13 @@ class _AxisSolver:
             else self.solve_product(open_terms[0], term_size, key)
         )
 
-    def solve_all(self, observations: Iterable[ObservedShape]) -> None:
-        """Solve the equations of all observed shapes.
+    def solve_all(self, observed_equations: Equations) -> None:
+        """Solve all equations.
 
         Raises:
             MappingError: An equation is impossible.
         """
-        equations = {
-            (terms, size): (item, dim)
-            for item in observations
-            for dim, terms, size in item.iterate_equations(self.family)
-            if not any(axis in self.family.free for term in terms for axis in term)
-        }
+        equations = dict(observed_equations)
         progress = True
         while progress and equations:
             progress = False
@@ -249,6 +249,16 @@ def solve_axis_sizes(
         MappingError: A tensor has a different number of dimensions than in its layout, or shapes
             and configuration contradict each other.
     """
+    equations = build_equations(family, observations)
+    return solve_equations(family, equations, configured_sizes, axes_from_keys)
+
+
+def build_equations(family: Family, observations: Iterable[ObservedShape]) -> Equations:
+    """Build the equations that hold for the axis sizes of all *observations*.
+
+    Raises:
+        MappingError: A tensor has a different number of dimensions than in its layout.
+    """
     items = list(observations)
     for item in items:
         rank = len(item.stored.parts[0][1].dims)
@@ -258,9 +268,28 @@ def solve_axis_sizes(
                 where=f"tensor `{item.key}`",
                 why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )
+    return {
+        (terms, size): (item, dim)
+        for item in items
+        for dim, terms, size in item.iterate_equations(family)
+        if not family.free or not any(axis in family.free for term in terms for axis in term)
+    }
+
+
+def solve_equations(
+    family: Family,
+    equations: Equations,
+    configured_sizes: Mapping[str, int],
+    axes_from_keys: Collection[str] = (),
+) -> AxisSizes:
+    """Solve *equations* as :func:`solve_axis_sizes` does, given the sizes of some axes.
+
+    Raises:
+        MappingError: An equation and the configuration contradict each other.
+    """
     solver = _AxisSolver(family, configured_sizes)
     solver.origins |= dict.fromkeys(axes_from_keys, "the number of keys")
-    solver.solve_all(items)
+    solver.solve_all(equations)
     axis_sizes = AxisSizes(solver.sizes, solver.products)
     composite_sizes = {
         axis: axis_sizes.find_size(parts) for axis, parts in family.composite.items()

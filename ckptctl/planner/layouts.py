@@ -291,6 +291,9 @@ class Family:
     rows: tuple[LogicalTensor, ...] = ()
     partial: bool = False
     _layout_cache: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
+    _expanded_axes: dict[tuple[str, ...], tuple[str, ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def tensors(self) -> Mapping[str, LogicalTensor]:
@@ -423,7 +426,11 @@ class Family:
 
     def expand_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Replace each composite axis in *axes* by its factors, outermost first."""
-        return tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
+        expanded = self._expanded_axes.get(axes)
+        if expanded is None:
+            expanded = tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
+            self._expanded_axes[axes] = expanded
+        return expanded
 
     def describe_size(self, axis: str) -> str:
         """Return the config field names of the size of *axis*, formatted for messages."""

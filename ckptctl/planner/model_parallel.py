@@ -18,6 +18,7 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, format_option
 from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
+from ckptctl.planner.families.templates import get_skeleton
 from ckptctl.planner.layouts import Drop, Family, LayoutTensor
 from ckptctl.units import pluralize
 
@@ -310,9 +311,15 @@ def iterate_observed_shapes(
 
     Heads that are repeated on several ranks are counted once per rank.
     """
+    table = family.get_layout(layout).table
     seen: set[str] = set()
+    finished_skeletons: set[str] = set()
     for key, shape in shapes.items():
-        match = family.get_layout(layout).table.find_match(key)
+        # Most keys differ from an earlier one only in numbers, and need no match.
+        skeleton = get_skeleton(key)
+        if skeleton in finished_skeletons:
+            continue
+        match = table.find_match(key)
         if (
             match is None
             or not isinstance(match[0], LayoutTensor)
@@ -320,6 +327,11 @@ def iterate_observed_shapes(
         ):
             continue
         seen.add(match[0].template.text)
+        if all(
+            isinstance(other, Drop) or other.template.text in seen
+            for _, other in table.list_entries(skeleton)
+        ):
+            finished_skeletons.add(skeleton)
         parts = list_part_splits(family, layout, key)
         if ranks == 1 or len({cut.dim for cut in parts}) == 1:
             dim = parts[0].dim

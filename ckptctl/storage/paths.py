@@ -211,6 +211,8 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
     to the ``blobs/`` directory of the same repository, and from there to the ``blobs/`` directory
     shared by all repositories (huggingface_hub, ``utils/_shared_blobs.py``).
     """
+    if isinstance(path, Path) and isinstance(root, Path) and _has_no_links_below(path, root):
+        return False
     root, resolved = resolve_links(root), resolve_links(path)
     if resolved.is_relative_to(root):
         return False
@@ -221,6 +223,21 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
     return resolved.parent != repository / "blobs" and not (
         shared and _SHARED_BLOB.fullmatch(resolved.name)
     )
+
+
+def _has_no_links_below(path: Path, root: Path) -> bool:
+    """Return whether *path* is inside *root* by its name, and no part of it below that is a link.
+
+    This is much faster than resolving both paths, whose common part may have many components.
+    """
+    if not path.is_relative_to(root):
+        return False
+    place = os.fspath(root)
+    for part in path.relative_to(root).parts:
+        place = os.path.join(place, part)
+        if part == ".." or os.path.islink(place):
+            return False
+    return True
 
 
 def is_present(path: TreePath) -> bool:

@@ -288,6 +288,7 @@ def _add_unknown_tensors(
         (end, dtypes) for _, pattern in patterns for end, dtypes in pattern.unique_suffixes.items()
     ]
     general_endings = tuple({end for end, dtypes in ending_dtypes if not dtypes})
+    patterns_by_dtype: dict[str, list[tuple[Scheme, NamingPattern]]] = {}
     identifying_dtypes = {dtype for _, dtypes in ending_dtypes for dtype in dtypes}
     for name, entry in tensors.items():
         if name in used_names or not (
@@ -296,9 +297,18 @@ def _add_unknown_tensors(
             continue
         if name in result.dropped:
             continue
+        if entry.dtype not in patterns_by_dtype:
+            patterns_by_dtype[entry.dtype] = [
+                (scheme, pattern)
+                for scheme, pattern in patterns
+                if any(
+                    not dtypes or entry.dtype in dtypes
+                    for dtypes in pattern.unique_suffixes.values()
+                )
+            ]
         identified = [
             (scheme, pattern, pattern.find_unique_suffix(name, entry.dtype))
-            for scheme, pattern in patterns
+            for scheme, pattern in patterns_by_dtype[entry.dtype]
         ]
         identified = [
             (scheme, pattern, suffix)

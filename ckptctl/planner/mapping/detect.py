@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def detect_layouts(
     """
     configs = [None if file is None else add_rope_fields(file) for file in (config, params)]
     # Keys of an unknown model mostly have parts that no table has, so they are filtered only once.
-    words = frozenset[str]().union(*(family.key_parts for family in families.values()))
+    words = _collect_key_parts(tuple(families.values()))
     kinds = group_keys_by_kind(shapes)
     known_kinds = [kind for kind in kinds if kind.words <= words]
     arguments = _DetectionArguments(
@@ -118,6 +119,12 @@ def detect_layouts(
         return tuple(best)
     select = _exclude_unproven if configs == [None, None] else _exclude_refined
     return tuple(select(best, families))
+
+
+@lru_cache(maxsize=8)
+def _collect_key_parts(families: tuple[Family, ...]) -> frozenset[str]:
+    """Collect the dot-separated components of the keys of all *families*."""
+    return frozenset[str]().union(*(family.key_parts for family in families))
 
 
 def list_families_matching_configs(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby, islice
 
 from ckptctl.catalog import build_computed_name
@@ -175,7 +176,14 @@ class _TensorMapper:
         self.notes = Notes()
         self.copies: list[RedundantData] = []
         self.tile_conversions: list[TileConversion] = []
-        self.target_cache: dict[object, Sequence[StridedTensor]] = {}
+        self.target_cache = _get_target_cache(
+            source.layout,
+            target,
+            (
+                *(tuple(source.sizes.axes.items()), tuple(source.sizes.products.items())),
+                tuple(resize.items()),
+            ),
+        )
 
     def map_unchanged(self) -> LayoutChange:
         """Map all tensors to the same layout, unchanged unless they are resized or untied."""
@@ -413,12 +421,12 @@ class _TensorMapper:
     ) -> Sequence[StridedTensor]:
         """Build the target tensors at *positions* from elements of *entries*, cached per kind."""
         source_tensor, keys = origin
-        kind = (source_tensor.name, tensor.name, tuple(entries.items()), tuple(positions))
+        shape = self.source.shapes[next(iter(keys.values()))]
+        kind = (source_tensor.name, tensor.name, shape, tuple(entries.items()), tuple(positions))
         if kind not in self.target_cache:
             key = next(iter(keys.values()))
             self._require_equal_shapes(entries, key)
             sides = (self.source.layout, source_tensor), (self.target, tensor)
-            shape = self.source.shapes[key]
             cells_of_sides = build_table_cells(
                 self.family, self.source.sizes, *sides, key, shape, self.resize
             )
@@ -531,6 +539,17 @@ class _TensorMapper:
                 yield MappedTensor.from_unchanged(build_computed_name(key), key, shape)
 
 
+@lru_cache(maxsize=64)
+def _get_target_cache(
+    source: Layout, target: Layout, sizes: Hashable
+) -> dict[object, Sequence[StridedTensor]]:
+    """Return the cache of target tensors by kind, which models with equal *sizes* share.
+
+    Several checkpoints of one model, as in ``average``, then cost as much as one.
+    """
+    return {}
+
+
 def _group_spread_positions(
     leaf: Leaf, positions: Iterable[SpreadPosition], axes: Sequence[str]
 ) -> dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]]:
@@ -539,6 +558,8 @@ def _group_spread_positions(
     Returns:
         The positions of each group, each with its values along the other axes.
     """
+    if not leaf.spread_axes:
+        return {(): [(position, ()) for position in positions]}
     groups: dict[SpreadPosition, list[tuple[SpreadPosition, SpreadPosition]]] = {}
     for position in positions:
         shared = tuple(position[leaf.spread_axes.index(axis)] for axis in axes)
