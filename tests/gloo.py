@@ -58,17 +58,36 @@ def run_on_ranks(
     Raises:
         RankFailure: A rank raised, or the time ran out.
     """
-    if not isinstance(function, str):
-        function = f"{function.__module__}:{function.__qualname__}"
-    with tempfile.TemporaryDirectory() as folder:
-        content = (function.split(":"), list(worlds), arguments, {**os.environ, **ENVIRONMENT})
-        Path(folder, "job.pickle").write_bytes(pickle.dumps(content))
-        in_time, code = _run(folder, timeout, library)
-        output = Path(folder, "output").read_text(errors="replace")
+    in_time, code, output = run_job(
+        function, list(worlds), *arguments, timeout=timeout, library=library
+    )
     if not in_time:
         raise RankFailure(f"no end after {timeout} s\n{output}")
     if code:
         raise RankFailure(output)
+
+
+def run_job(
+    function: Callable[..., Any] | str,
+    worlds: list[int] | None,
+    *arguments: Any,
+    timeout: float,
+    library: str = "",
+) -> tuple[bool, int, str]:
+    """Call a function in a fork of the server, on the ranks of some *worlds* if there are any.
+
+    Returns:
+        Whether it ended in time, its exit code, and what it printed. Without *worlds*, the
+        function returns the exit code.
+    """
+    if not isinstance(function, str):
+        function = f"{function.__module__}:{function.__qualname__}"
+    with tempfile.TemporaryDirectory() as folder:
+        content = (function.split(":"), worlds, arguments, {**os.environ, **ENVIRONMENT})
+        Path(folder, "job.pickle").write_bytes(pickle.dumps(content))
+        in_time, code = _run(folder, timeout, library)
+        output = Path(folder, "output").read_text(errors="replace")
+    return in_time, code, output
 
 
 def _run(folder: str, timeout: float, library: str) -> tuple[bool, int]:
@@ -143,7 +162,10 @@ def _job(folder: Path) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         function = getattr(importlib.import_module(module), name)
-        code = int(not all(_world_succeeds(function, world, arguments) for world in worlds))
+        if worlds is None:
+            code = function(*arguments)
+        else:
+            code = int(not all(_world_succeeds(function, world, arguments) for world in worlds))
     except BaseException:
         traceback.print_exc()
     finally:

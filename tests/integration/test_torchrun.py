@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.storage.destinations import get_staging_directory
+from tests import torchrun
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 
@@ -31,10 +32,9 @@ def launch(
     arguments: list[str], ranks: int, folder: Path, timeout: float = 150
 ) -> subprocess.CompletedProcess[str]:
     """Start Python with *arguments* on *ranks* ranks; one rank is an ordinary process."""
-    command = [sys.executable, *arguments]
     if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, "-W", "ignore", *torchrun, *arguments]
+        return torchrun.launch(arguments, ranks, folder, timeout)
+    command = [sys.executable, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     child = subprocess.Popen(
         command,
