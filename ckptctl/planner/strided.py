@@ -185,6 +185,10 @@ class StridedTensor:
         extent = Extent(full_box, file, 0, full_box.numel * dtypes.get_itemsize(dtype))
         return cls.from_entry(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
+    def _with_parts(self, shape: Ints, parts: tuple[Part, ...]) -> StridedTensor:
+        """Return a tensor of the same dtypes. ``dataclasses.replace`` takes several times longer."""
+        return StridedTensor(shape, self.stored_dtype, self.dtype, parts)
+
     @property
     def covered_elements(self) -> int:
         """Number of defined elements, which is less than ``numel`` for an incomplete tensor."""
@@ -198,7 +202,7 @@ class StridedTensor:
             cut_part for part in self.parts for cut_part in part.cut_range(dim, start, start + size)
         )
         parts = tuple(part.shift(dim, -start) for part in cut_parts)
-        return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
+        return self._with_parts(_replace_at(self.shape, dim, size), parts)
 
     def place(self, dim: int, start: int, size: int) -> StridedTensor:
         """Extend dimension *dim* to *size*, with this tensor at *start*.
@@ -208,7 +212,7 @@ class StridedTensor:
         if not 0 <= start <= start + self.shape[dim] <= size:
             raise ValueError(f"dimension {dim} of {self.shape} at {start} of {size}")
         parts = tuple(part.shift(dim, start) for part in self.parts)
-        return replace(self, shape=_replace_at(self.shape, dim, size), parts=parts)
+        return self._with_parts(_replace_at(self.shape, dim, size), parts)
 
     def select(self, dim: int, index: int) -> StridedTensor:
         """Select *index* along dimension *dim* and remove it, as ``torch.select`` does."""
@@ -228,7 +232,7 @@ class StridedTensor:
         parts = self.parts
         for last, block in enumerate(compute_row_major_strides(tuple(sizes))[:-1], dim):
             parts = tuple(cut for part in parts for cut in _split_part(part, last, block))
-        return replace(self, shape=shape, parts=parts)
+        return self._with_parts(shape, parts)
 
     def merge(self, dim: int, count: int) -> StridedTensor:
         """Merge *count* dimensions from *dim* on, or insert a dimension of size 1 for 0."""
@@ -237,7 +241,7 @@ class StridedTensor:
         dims += [(dim, weight) for weight in compute_row_major_strides(sizes)]
         dims += [(dim + 1 + after, 1) for after in range(len(rest))]
         shape = (*self.shape[:dim], math.prod(sizes), *rest)
-        return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
+        return self._with_parts(shape, _renumber_dims(self.parts, dims, len(shape)))
 
     def as_matrix(self) -> StridedTensor:
         """Reshape to two dimensions by merging all dimensions except the last one."""
@@ -248,7 +252,7 @@ class StridedTensor:
         """Reorder the dimensions, as ``torch.permute`` does."""
         dims = [(order.index(dim), 1) for dim in range(len(self.shape))]
         shape = tuple(self.shape[dim] for dim in order)
-        return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
+        return self._with_parts(shape, _renumber_dims(self.parts, dims, len(shape)))
 
     def cast(self, dtype: str) -> StridedTensor:
         """Set the dtype to which elements are cast when they are written.
@@ -296,8 +300,8 @@ class StridedTensor:
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
         dims[dim] = (0, 0)
         if shape:
-            return replace(self, shape=shape, parts=_renumber_dims(self.parts, dims, len(shape)))
-        return replace(self, shape=shape, parts=tuple(p._replace(origin=()) for p in self.parts))
+            return self._with_parts(shape, _renumber_dims(self.parts, dims, len(shape)))
+        return self._with_parts(shape, tuple(p._replace(origin=()) for p in self.parts))
 
 
 def concat(tensors: Sequence[StridedTensor], dim: int) -> StridedTensor:
@@ -314,7 +318,9 @@ def merge_parts(tensors: Sequence[StridedTensor]) -> StridedTensor:
         same = (tensor.stored_dtype, tensor.dtype, tensor.shape)
         if same != (first.stored_dtype, first.dtype, first.shape):
             raise ValueError(f"{tensor.dtype} {tensor.shape} with {first.dtype} {first.shape}")
-    return replace(first, parts=tuple(part for tensor in tensors for part in tensor.parts))
+    return first._with_parts(
+        first.shape, tuple(part for tensor in tensors for part in tensor.parts)
+    )
 
 
 def stack(tensors: Sequence[StridedTensor], dim: int = 0) -> StridedTensor:
@@ -335,13 +341,15 @@ def _renumber_dims(
     renumbered: list[Part] = []
     for part in parts:
         axes = [
-            axis._replace(dim=dims[axis.dim][0], step=axis.step * dims[axis.dim][1])
-            for axis in part.axes
+            Axis(size, dims[dim][0], step * dims[dim][1], at, stride)
+            for size, dim, step, at, stride in part.axes
         ]
         origin = [0] * rank
         for (dim, weight), first in zip(dims, part.origin, strict=True):
             origin[dim] += first * weight
-        renumbered.append(part._replace(axes=coalesce_axes(axes), origin=tuple(origin)))
+        renumbered.append(
+            Part(part.entry, coalesce_axes(axes), tuple(origin), part.stored_origin)
+        )
     return tuple(renumbered)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from operator import mul
 
 import numpy as np
 import pytest
 
-from ckptctl.catalog import TensorEntry
+from ckptctl.catalog import TensorEntry, compute_row_major_strides
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes
-from ckptctl.planner.strided import Axis, StridedTensor, concat, merge_parts, stack
+from ckptctl.planner.strided import Axis, Ints, StridedTensor, concat, merge_parts, stack
 from tests.sweeps import one_in
 
 Arrays = dict[str, np.ndarray]
@@ -34,18 +35,39 @@ def elements(tensor: StridedTensor, arrays: Arrays) -> np.ndarray:
 
 def elements_of_parts(tensor: StridedTensor, arrays: Arrays) -> np.ndarray:
     """Return the elements that parts of *tensor* have, and -1 for the others."""
-    found = np.full(tensor.shape, -1)
+    found = np.full(math.prod(tensor.shape), -1)
     for part in tensor.parts:
-        indices = np.indices([axis.size for axis in part.axes])
-        into, source = ([np.full(indices.shape[1:], n) for n in first] for first in part[2:])
-        for axis, index in zip(part.axes, indices, strict=True):
-            assert axis.size > 1
-            into[axis.dim] = into[axis.dim] + index * axis.step
-            source[axis.at] = source[axis.at] + index * axis.stride
-        assert (found[tuple(into)] == -1).all(), "elements of two parts"
-        found[tuple(into)] = arrays.get(part.entry.name, np.zeros(part.entry.shape, int))[
-            tuple(source)
-        ]
+        assert all(axis.size > 1 for axis in part.axes)
+        steps = [(axis.size, axis.dim, axis.step) for axis in part.axes]
+        strides = [(axis.size, axis.at, axis.stride) for axis in part.axes]
+        into = _positions(tensor.shape, part.origin, steps)
+        source = _positions(part.entry.shape, part.stored_origin, strides)
+        assert (found[into] == -1).all(), "elements of two parts"
+        values = arrays.get(part.entry.name)
+        if values is not None:
+            assert values.shape == part.entry.shape
+        found[into] = 0 if values is None else values.reshape(-1)[source]
+    return found.reshape(tensor.shape)
+
+
+def _positions(shape: Ints, first: Ints, axes: list[tuple[int, int, int]]) -> np.ndarray:
+    """Return where elements are in the flat tensor; each has an index within each dimension.
+
+    Args:
+        shape: Shape of the tensor.
+        first: Indices of the first element.
+        axes: Size, dimension and step of each axis.
+    """
+    assert len(first) == len(shape)
+    last = list(first)
+    for size, dim, step in axes:
+        assert step > 0
+        last[dim] += (size - 1) * step
+    assert all(0 <= low <= high < size for low, high, size in zip(first, last, shape, strict=True))
+    weights = compute_row_major_strides(shape)
+    found = np.array(sum(map(mul, first, weights)))
+    for size, dim, step in axes:
+        found = found[..., None] + np.arange(0, size * step * weights[dim], step * weights[dim])
     return found
 
 
