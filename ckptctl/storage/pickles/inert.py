@@ -160,6 +160,10 @@ def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]
     for item in value:
         if item.__class__ is str or item.__class__ is bytes:
             atoms.append(item)
+        elif item is None:
+            atoms.append("=None")
+        elif item.__class__ in _LEAVES:
+            atoms.append(f"={item!r}")
         elif isinstance(item, tuple):
             _flatten_key(item, atoms)
         elif isinstance(item, Inert):
@@ -180,16 +184,21 @@ def check_key(value: object) -> int:
         item = pending.pop()
         nodes += 1
         value_type = type(item)
-        if isinstance(item, tuple) and value_type in (tuple, Size):
+        if value_type in _ATOMS:
+            pass
+        elif isinstance(item, tuple) and value_type in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
                 raise _large_key_error(f"a tuple of {pluralize(len(item), 'item')}")
-            pending.extend(item)
+            if _ATOMS.issuperset(map(type, item)):  # no other check applies to them
+                nodes += len(item)
+            else:
+                pending.extend(item)
         elif value_type is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
                 raise _large_key_error(f"an integer of more than {MAX_KEY_BITS} bits")
         elif isinstance(item, Inert):
             nodes += len(item.get_key())
-        elif value_type not in _ATOMS and value_type is not Global:
+        elif value_type is not Global:
             raise UnsupportedError(
                 f"a key is of type {value_type.__name__}", why="keys must be plain values"
             )
