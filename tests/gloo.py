@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -138,12 +139,30 @@ def _serve(*libraries: str) -> None:
         for library in libraries:
             importlib.import_module(library)
     torch.set_num_threads(1)
+    _warm_up()
+    gc.freeze()
     for line in sys.stdin:
         job = os.fork()
         if not job:
             _job(Path(line.rstrip("\n")))
         print(job, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]), flush=True)
+
+
+def _warm_up() -> None:
+    """Save, read and convert a model once: each rank would load modules and tables for itself."""
+    import torch
+
+    import ckptctl
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, to in enumerate(("dcp", "torch", "meta")):
+            ckptctl.convert(REPOSITORY / "tests/data/tiny-llama3-hf", folder / str(number), to=to)
+        ckptctl.save({"a": torch.ones(2, 2)}, folder / "run" / "step-1")
+        ckptctl.load({"a": torch.ones(2, 2)}, folder / "run" / "step-1")
+        ckptctl.verify(folder / "run" / "step-1")
+        ckptctl.latest(folder / "run")
 
 
 def _job(folder: Path) -> NoReturn:
