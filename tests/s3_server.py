@@ -39,6 +39,8 @@ class Request:
         return self.method == "PUT" or any(one in self.query for one in UPLOADS)
 
 
+CLIENT = ("s3fs", "aiobotocore.session", "aiobotocore.client")
+"""Modules that a program imports to use the server."""
 Fault = Callable[[Request], str | None]
 """Says what becomes of a request: ``refuse`` (500), ``cut``, ``hold`` until the client is gone,
 ``lose`` (it is done, and the answer is a 500), None: it is done. Google's also: ``deny`` (403)."""

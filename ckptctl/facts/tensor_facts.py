@@ -120,9 +120,7 @@ def _find_contradicted_sizes(
         yield Statement(statement.fact, value, source, shown_value=shown, is_shown_by_tensors=True)
 
 
-def _try_solve(
-    family: Family, equations: Equations, sizes: Mapping[str, int]
-) -> AxisSizes | None:
+def _try_solve(family: Family, equations: Equations, sizes: Mapping[str, int]) -> AxisSizes | None:
     try:
         return solve_equations(family, equations, sizes)
     except MappingError:

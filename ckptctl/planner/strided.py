@@ -186,7 +186,7 @@ class StridedTensor:
         return cls.from_entry(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
     def _with_parts(self, shape: Ints, parts: tuple[Part, ...]) -> StridedTensor:
-        """Return a tensor of the same dtypes. ``dataclasses.replace`` takes several times longer."""
+        """Return a tensor of the same dtypes, much faster than ``dataclasses.replace``."""
         return StridedTensor(shape, self.stored_dtype, self.dtype, parts)
 
     @property
@@ -347,9 +347,7 @@ def _renumber_dims(
         origin = [0] * rank
         for (dim, weight), first in zip(dims, part.origin, strict=True):
             origin[dim] += first * weight
-        renumbered.append(
-            Part(part.entry, coalesce_axes(axes), tuple(origin), part.stored_origin)
-        )
+        renumbered.append(Part(part.entry, coalesce_axes(axes), tuple(origin), part.stored_origin))
     return tuple(renumbered)
 
 

@@ -234,8 +234,8 @@ def _has_no_links_below(path: Path, root: Path) -> bool:
         return False
     place = os.fspath(root)
     for part in path.relative_to(root).parts:
-        place = os.path.join(place, part)
-        if part == ".." or os.path.islink(place):
+        place = os.path.join(place, part)  # noqa: PTH118
+        if part == ".." or os.path.islink(place):  # noqa: PTH114
             return False
     return True
 

@@ -26,6 +26,7 @@ from ckptctl.runs import listing as runs
 from ckptctl.runs.listing import find_newest_checkpoint
 from ckptctl.storage.paths import resolve_source_path
 from tests import s3_server
+from tests.program import ForkedProgram
 from tests.s3_server import Request, Server
 
 pytestmark = [
@@ -72,11 +73,11 @@ class Moment:
 def _start(source: Path, url: str, to: str, tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     words = ["convert", str(source), url, "--to", to, "-q", *more]
     words += ["--max-shard-size", "19MB"] if to != "torch" else []
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "ckptctl", *words],
+    return ForkedProgram(
+        words,
+        s3_server.CLIENT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 

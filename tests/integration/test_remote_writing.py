@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, Usag
 from ckptctl.remote import lock, objects
 from ckptctl.remote.store import FsspecStore
 from ckptctl.storage.writing import LOCK_NAME, UploadedFile
+from tests import s3_server
+from tests.program import ForkedProgram
 from tests.s3_server import Request
 from tests.stores import FAULTY, IN_MEMORY, ON_S3, SHARED, Bucket, at, names
 from tests.sweeps import one_in
@@ -50,9 +51,9 @@ def _value(url: str) -> float:
 
 
 def _convert(source: Path, url: str, to: str, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "ckptctl", "convert", str(source), url]
-    command += ["--to", to, "--max-shard-size", "20KB", "-q", *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = ["convert", str(source), url, "--to", to, "--max-shard-size", "20KB", "-q", *words]
+    modules = s3_server.CLIENT if url.startswith("s3:") else ["fsspec"]
+    return ForkedProgram(command, modules, stderr=subprocess.PIPE)
 
 
 # Two at once

@@ -541,7 +541,9 @@ class _TensorMapper:
 
 @lru_cache(maxsize=64)
 def _get_target_cache(
-    source: Layout, target: Layout, sizes: Hashable
+    source: Layout,  # noqa: ARG001
+    target: Layout,  # noqa: ARG001
+    sizes: Hashable,  # noqa: ARG001
 ) -> dict[object, Sequence[StridedTensor]]:
     """Return the cache of target tensors by kind, which models with equal *sizes* share.
 
