@@ -7,7 +7,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.storage.paths import build_path_hint
+from ckptctl.storage.paths import build_path_hint, leads_outside
 
 
 def test_path_hint_suggests_similar_or_existing_names(tmp_path: Path) -> None:
@@ -54,3 +54,27 @@ def test_unknown_user_home_is_a_usage_error(tmp_path: Path) -> None:
     for call in calls.values():
         with pytest.raises(UsageError, match=r"`~no\.such\.user` is not a home directory"):
             call()
+
+
+def test_links_and_parents_that_lead_outside_are_found(tmp_path: Path) -> None:
+    """Through any part of the name, and also where a link leads to the root."""
+    root, away = tmp_path / "real" / "root", tmp_path / "away"
+    for folder in (root / "inner", away / "inner"):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    (root / "near").symlink_to("inner/file")
+    (root / "far").symlink_to(away / "inner/file")
+    (root / "folder").symlink_to(away / "inner")
+    (tmp_path / "root").symlink_to(root)
+    names = {
+        "inner/file": False,
+        "gone": False,
+        "near": False,
+        "inner/../near": False,
+        "far": True,
+        "folder/file": True,
+        "../../away/inner/file": True,
+        "inner/../../../away/inner/file": True,
+    }
+    for place in (root, tmp_path / "root"):
+        assert {name: leads_outside(place / name, place) for name in names} == names

@@ -207,3 +207,15 @@ def test_tensor_with_missing_part_is_refused() -> None:
         with pytest.raises(MappingError, match="only partly filled") as caught:
             require_filled_targets(fused(part))
         assert caught.value.where == "tensor `ab`"
+
+
+def test_equal_shapes_with_other_heads_have_another_order() -> None:
+    """What one model becomes is kept for others of its sizes, and only for those."""
+    known, found = family("llama3"), []
+    shapes = tables.tiny(known, "hf")
+    for heads in ({"h": 8, "k": 4, "e": 4}, {"h": 4, "k": 2, "e": 8}):
+        change = map_tensors(known, "hf", "meta", shapes, {**known.tiny, **heads})
+        moved = tables.moved(change, tables.numbered(shapes))
+        found.append(moved["layers.0.attention.wk.weight"])
+    assert (np.sort(found[0], None) == np.sort(found[1], None)).all()
+    assert (found[0] != found[1]).any()
