@@ -216,8 +216,8 @@ if __name__ == "__main__":
     for module in pkgutil.iter_modules(cli.__path__):
         importlib.import_module(f"ckptctl.cli.{module.name}")
     inspect(REPOSITORY / "tests/data/tiny-llama3-hf")  # builds tables that all children have then
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     runpy.run_module("ckptctl", run_name="__main__", alter_sys=True)

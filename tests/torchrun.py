@@ -52,7 +52,8 @@ def run(arguments: list[str], ranks: int, folder: str, printed: Sequence[str]) -
     for stream, path in enumerate(printed, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
     os.chdir(folder)
-    subprocess_handler.Popen = Fork  # type: ignore[misc, assignment]
+    assert "Popen" in vars(subprocess_handler)
+    vars(subprocess_handler)["Popen"] = Fork
     try:
         torchrun.main(["--standalone", f"--nproc-per-node={ranks}", *arguments])
     except SystemExit as end:
