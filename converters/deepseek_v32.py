@@ -5,7 +5,8 @@ pairs. All programs do the same, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, without the MTP layers), mlx-lm's
-``deepseek_v32.py``, Megatron-Core's ``dsa.py`` (0.19, ``mcore``).
+``deepseek_v32.py``, Megatron-Core's ``dsa.py`` and ``mla_qk_norm_config.py`` (0.19, ``mcore``:
+sparse attention does not fuse the norms of latents with the linear layers after them).
 """
 
 from dataclasses import replace
@@ -33,12 +34,14 @@ index_heads        ih d        weights_proj.weight
 """
 
 MCORE_INDEXER = """
-logical            mcore: decoder.layers.{i}.self_attention.core_attention.indexer.
-index_q            linear_wq_b.weight
-index_k            linear_wk.weight
-index_k_norm       k_norm.weight
-index_k_norm_bias  k_norm.bias
-index_heads        linear_weights_proj.weight
+logical            mcore: decoder.layers.{i}.self_attention.
+q_a_norm           q_layernorm.weight
+kv_a_norm          kv_layernorm.weight
+index_q            core_attention.indexer.linear_wq_b.weight
+index_k            core_attention.indexer.linear_wk.weight
+index_k_norm       core_attention.indexer.k_norm.weight
+index_k_norm_bias  core_attention.indexer.k_norm.bias
+index_heads        core_attention.indexer.linear_weights_proj.weight
 """
 
 MCORE = (MCORE_INDEXER, MCORE_INDEXER.replace(*deepseek_v3.IN_MTP))

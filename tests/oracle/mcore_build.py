@@ -92,6 +92,25 @@ class DeltaNets(LocalSpecProvider):  # type: ignore[misc]
         return ZeroCentredNorm
 
 
+class Duplicated(torch.nn.Linear):
+    """Linear layer of an indexer, which every tensor-parallel rank has whole."""
+
+    def __init__(self, size: int, out: int, **_: Any) -> None:
+        super().__init__(size, out, bias=False)
+
+    def forward(self, value: torch.Tensor) -> Any:
+        """Return no bias beside the product, as layers of Megatron-Core do."""
+        return super().forward(value), None
+
+
+class Indexers(LocalSpecProvider):  # type: ignore[misc]
+    """Parts of sparse attention, of which there is no local specification."""
+
+    def linear(self) -> type:
+        """Return the linear layer of the indexer."""
+        return Duplicated
+
+
 def _l2_norm(value: torch.Tensor) -> torch.Tensor:
     return value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -244,9 +263,12 @@ def _config(recipe: Recipe, ranks: Ranks) -> TransformerConfig:
 
 def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
     """Return the local specification, its norms under the names of Transformer Engine's."""
-    spec = specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
+    sparse = config.experimental_attention_variant == "dsa"
+    variant = None if sparse else config.experimental_attention_variant
+    with mock.patch.object(config, "experimental_attention_variant", variant):
+        spec = specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization
+        )
     first = get_transformer_layer_offset(config)
     linear = variants.get_linear_attention_pattern(config)[first:]
     spec.layer_specs = [
@@ -254,16 +276,23 @@ def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
         for layer, one in zip(spec.layer_specs, linear, strict=False)
     ]
     for layer in spec.layer_specs:
+        if sparse:
+            attention = variants.get_dsa_module_spec_for_backend(config, Indexers())
+            for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+                setattr(attention.submodules, name, ColumnParallelLinear)
+            layer.submodules.self_attention = attention
+    for layer in spec.layer_specs:
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
         if "llama_4_scaling_beta" in recipe.extra:
             attention.submodules.core_attention = ScaledProducts
-        if recipe.latent:
+        if recipe.latent and not sparse:
             attention.submodules.core_attention = LatentProducts
         if recipe.whole_norms:
             attention.module = WholeNorms
         if not recipe.local:
             delta = attention.module is gated_delta_net.GatedDeltaNet
             names = dict(LATENT_NORMS if recipe.latent else DELTA if delta else INPUT)
+            names = {} if sparse else names
             if _module_class(mlp) is not MoELayer:
                 names |= FED
             layer.submodules.sharded_state_dict_keys_map = names
@@ -301,6 +330,7 @@ def norms_of_transformer_engine(config: TransformerConfig) -> list[set[str]]:
     with (
         mock.patch.object(specs, "TESpecProvider", _Named, create=True),
         mock.patch.object(variants, "TESpecProvider", _Named, create=True),
+        mock.patch.object(config, "transformer_impl", "transformer_engine"),
     ):
         return [set(_norms("", layer.submodules)) for layer in _layers(config)]
 

@@ -89,6 +89,9 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {**LATENT, **GROUPS, "num_experts_per_tok": 2},
     "deepseek_v3": {**LATENT, **GROUPS, "num_experts_per_tok": 4},
+    "deepseek_v32": {**LATENT, **GROUPS, "num_experts_per_tok": 4},
+    # transformers norms latents with this epsilon, whatever the configuration says
+    "glm_moe_dsa": {**LATENT, "n_routed_experts": 6, "rms_norm_eps": 1e-6},
 }
 MODELS = (
     "llama2",
@@ -123,6 +126,9 @@ MODELS = (
     "gpt_oss",
 )
 """Keys of ``TINY`` that Megatron-Core can run without Transformer Engine."""
+
+NEWER = ("deepseek_v32", "glm_moe_dsa", "glm_moe_dsa.full")
+"""More of them, which need Megatron-Core 0.19: before, sparse attention had other tensors."""
 
 
 class Ranks(NamedTuple):
@@ -198,6 +204,8 @@ def tiny(name: str, **sizes: int) -> PretrainedConfig:
         changes["mlp_only_layers"] = []  # which ckptctl cannot compare with `moe_layer_freq`
     if given.get("layer_types"):
         changes["layer_types"] = (given["layer_types"] * 4)[:4]
+    if given.get("indexer_types"):
+        changes["indexer_types"] = (given["indexer_types"] * 4)[:4]
     if isinstance(given.get("moe_layer_types"), list) or isinstance(
         given.get("mlp_layer_types"), list
     ):
@@ -395,6 +403,24 @@ def _deepseek_v3(config: PretrainedConfig, options: Fields, *rest: Fields) -> No
     _latent(config, options)
 
 
+def _sparse(config: PretrainedConfig, options: Fields, *rest: Fields) -> None:
+    _deepseek_v3(config, options, *rest)
+    kinds = getattr(config, "indexer_types", None) or []
+    options |= {
+        "experimental_attention_variant": "dsa",
+        "transformer_impl": "local",
+        "dsa_indexer_n_heads": config.index_n_heads,
+        "dsa_indexer_head_dim": config.index_head_dim,
+        "dsa_indexer_topk": config.index_topk,
+        "dsa_indexer_rope_interleaved": family_of(config.model_type) == "glm_moe_dsa",
+        "dsa_indexer_rotate_activation": False,  # an orthogonal matrix, in bfloat16 only
+        "dsa_indexer_k_norm_epsilon": 1e-6,
+    }
+    if "shared" in kinds:
+        assert kinds == ["full", "full", "shared", "full"]
+        options |= {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 2}
+
+
 def _yarn(rope: Mapping[str, Any]) -> Fields:
     names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
     found = {f"yarn_{name}": rope[name] for name in names}
@@ -488,5 +514,7 @@ SPECIAL: Mapping[str, Callable[[PretrainedConfig, Fields, Fields, Fields], None]
     "glm4_moe": _glm4_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _sparse,
+    "glm_moe_dsa": _sparse,
     "gpt_oss": _gpt_oss,
 }
