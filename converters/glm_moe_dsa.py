@@ -6,9 +6,9 @@ one of them, unless all layers need an indexer. MTP layers are numbered after al
 
 Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``:
 in-memory names of transformers 5, without MTP layers), vLLM's ``deepseek_mtp.py``, mlx-lm's
-``glm_moe_dsa.py``, in which every layer has an indexer; Megatron-Bridge's ``glm5_bridge.py`` (0.6,
-``mcore``). Attention and indexer rotate neighboring
-pairs, so no axis is reordered.
+``glm_moe_dsa.py``, in which every layer has an indexer; Megatron-Bridge's ``glm5_bridge.py`` (0.6)
+and Megatron-Core's ``dsa.py`` (0.19, ``mcore``). Attention and indexer rotate neighboring pairs, so
+no axis is reordered.
 """
 
 from dataclasses import replace
@@ -44,8 +44,7 @@ FAMILY: Family = replace(
             {"indexer_types": None, "index_topk_freq": None, "index_topk_pattern": None},
         ),
     ),
-    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
-    sources={"mcore": "Megatron-Bridge"},
+    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", mcore=_proofs.MCORE_019),
     shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

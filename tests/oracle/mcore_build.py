@@ -7,6 +7,7 @@ queries, which Megatron-Bridge adds.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -186,10 +187,12 @@ def _without_cuda() -> None:
     dot_product_attention.tensor_parallel.get_cuda_rng_tracker = mcore_mamba.NoTracker
     multi_latent_attention.HAVE_TE = False
     moe_utils.te_general_gemm = None
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = _l2_norm
-    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
-    gated_delta_net.get_cuda_rng_tracker = mcore_mamba.NoTracker
+    for name in [name for name in sys.modules if name.startswith(gated_delta_net.__name__)]:
+        delta: Any = sys.modules[name]  # a package since Megatron-Core 0.19
+        delta.HAVE_FLA = True
+        delta.l2norm = _l2_norm
+        delta.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
+        delta.get_cuda_rng_tracker = mcore_mamba.NoTracker
     filesystem_async._results_queue = Queue()  # or every rank starts a process of its own
 
 
@@ -255,6 +258,7 @@ def _config(recipe: Recipe, ranks: Ranks) -> TransformerConfig:
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        deterministic_mode=True,  # convolutions and delta nets of torch
     )
     for name, value in recipe.extra.items():
         setattr(config, name, value)
@@ -264,8 +268,7 @@ def _config(recipe: Recipe, ranks: Ranks) -> TransformerConfig:
 def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
     """Return the local specification, its norms under the names of Transformer Engine's."""
     sparse = config.experimental_attention_variant == "dsa"
-    variant = None if sparse else config.experimental_attention_variant
-    with mock.patch.object(config, "experimental_attention_variant", variant):
+    with mock.patch.object(config, "experimental_attention_variant", None):  # put in below
         spec = specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization
         )

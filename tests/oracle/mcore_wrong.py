@@ -217,6 +217,8 @@ CHANGES: Mapping[str, tuple[str, Change]] = {
     "up over gate": ("linear_fc1.weight", _up_over_gate),
     "gate and up in turn": ("linear_fc1.weight", _gate_and_up_in_turn),
     "router of another expert": ("router.weight", _rolled),
+    "keys of the indexer rolled": ("indexer.linear_wk.weight", _rolled),
+    "heads of the indexer": ("indexer.linear_weights_proj.weight", _rolled),
     "keys of all heads first": ("linear_kv_up_proj.weight", _keys_then_values),
     "rotated part of a query first": ("linear_q_up_proj.weight", _rotated_first),
     "rotated part of a query first, no latent": ("linear_q_proj.weight", _rotated_first),

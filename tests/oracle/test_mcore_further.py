@@ -21,11 +21,12 @@ from ckptctl.families import load_families
 from tests.checkpoints.readers import differences, load_any_reference
 from tests.oracle.mcore_install import run_on_megatron_ranks
 from tests.oracle.models import TOLERANCE, distance
+from tests.oracle.tiny import family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
-from tests.oracle.mcore_models import recipe, tiny
+from tests.oracle.mcore_models import NEWER, recipe, tiny
 
 pytestmark = [
     pytest.mark.oracle,
@@ -48,6 +49,7 @@ class Further(NamedTuple):
         config: What config.json says of it.
         repeated: What it has once again of the model.
         centred: What is added to the weights of its norms.
+        layout: The layout of what transformers saves.
     """
 
     layer: str
@@ -56,6 +58,7 @@ class Further(NamedTuple):
     config: Mapping[str, int] = {}
     repeated: Mapping[str, str] = {}
     centred: int = 0
+    layout: str = "hf"
 
 
 DEEPSEEK = Further(
@@ -74,7 +77,16 @@ QWEN = Further(
     "mtp.fc.weight",
     centred=1,
 )
-MODELS = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "qwen3_next": QWEN}
+QWEN_3_5 = QWEN._replace(config={"mtp_num_hidden_layers": 1})
+MODELS = {
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+    "glm_moe_dsa.full": DEEPSEEK,
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN_3_5,
+    "qwen3_5_moe_text": QWEN_3_5._replace(layout="hf-fresh"),
+}
 
 
 def published(name: str, further: Further, folder: Path) -> Path:
@@ -108,10 +120,13 @@ def joined(further: Further, state: State, both: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_mtp_layers_convert_to_mcore_and_back(name: str, tmp_path: Path) -> None:
+    if name in NEWER and version("megatron-core").startswith("0.16."):
+        pytest.skip("sparse attention of Megatron-Core 0.16 has other tensors")
     further = MODELS[name]
     source = published(name, further, tmp_path / "hf")
-    ckptctl.convert(source, tmp_path / "mcore", to="mcore", model_type=name)
-    assert "mtp_num_layers: 1\n" in (tmp_path / "mcore/release/run_config.yaml").read_text()
+    ckptctl.convert(source, tmp_path / "mcore", to="mcore", model_type=family_of(name))
+    if (tmp_path / "mcore/release/run_config.yaml").exists():
+        assert "mtp_num_layers: 1\n" in (tmp_path / "mcore/release/run_config.yaml").read_text()
     made = recipe(name)
     made = made._replace(options={**made.options, "mtp_num_layers": 1})
     state = load_any_reference(source)
@@ -127,7 +142,8 @@ def test_mtp_layers_convert_to_mcore_and_back(name: str, tmp_path: Path) -> None
     swapped = {**state, further.joint: torch.cat(halves[::-1], dim=1)}
     assert distance(joined(further, swapped, both), expected) > 1000 * least
 
-    ckptctl.convert(tmp_path / "saved", tmp_path / "back", to="hf", assets=source)
+    layout = further.layout
+    ckptctl.convert(tmp_path / "saved", tmp_path / "back", to="hf", to_layout=layout, assets=source)
     back = load_any_reference(tmp_path / "back")
     assert not differences(
         back, {key: state[key] for key in state.keys() - further.repeated.keys()}

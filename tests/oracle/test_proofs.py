@@ -57,8 +57,8 @@ def compared() -> set[tuple[str, str]]:
         if family in known:
             found |= {(family, "hf"), (family, in_memory_layout(name, family))}
     found |= {(family_of(name), one) for name in mlx_models.TINY for one in ("hf", "mlx")}
-    found |= {(family_of(name), "mcore") for name in mcore_models.MODELS}
-    found |= {(family_of(name), "mcore-local") for name in mcore_models.MODELS}
+    for name in (*mcore_models.MODELS, *mcore_models.NEWER):
+        found |= {(family_of(name), "mcore"), (family_of(name), "mcore-local")}
     found |= {(family_of(name), "gguf") for name in {*gguf_files.NAMES} - {*gguf_files.UNREAD}}
     layouts = {
         (name, layout) for name, f in families.load_families().items() for layout in f.layouts
