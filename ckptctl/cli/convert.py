@@ -18,7 +18,7 @@ from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restor
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
-from ckptctl.ranks.coordinator import RankCollectives, run_on_all_ranks
+from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
 from ckptctl.tree import TreePath
@@ -60,16 +60,19 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
 def make_plan(ranks: RankCollectives, build_plan: Callable[[], T], dst: TreePath | None) -> T:
     """Build the plan on every rank, and raise on all if one rank fails.
 
+    Rank 0 compares with a reference for all ranks.
+
     Args:
         ranks: Ranks that will execute the plan.
         build_plan: Function that builds the plan.
         dst: Destination. If the plan is refused, stale staging files next to it are removed. None
             if none are to be removed.
     """
+    from ckptctl.conversion.recognition.references import plan_on_all_ranks
     from ckptctl.storage.publish import clean_up_if_refused
 
     with clean_up_if_refused(dst if ranks.rank == 0 else None):
-        return run_on_all_ranks(ranks, build_plan)
+        return plan_on_all_ranks(ranks, build_plan)
 
 
 def run_or_show_plan(

@@ -253,7 +253,8 @@ def _compare_with_reference(model: Model, names: Collection[str]) -> MissingTens
 
     Tensors of quantized weights are compared as the weights that dequantization would produce.
     """
-    from ckptctl.conversion.recognition.references import select_reference  # few models need one
+    # Few models need one.
+    from ckptctl.conversion.recognition.references import compare_with_reference, select_reference
 
     reference = select_reference(model.request.reference)
     if reference is None:
@@ -274,7 +275,7 @@ def _compare_with_reference(model: Model, names: Collection[str]) -> MissingTens
     if unsupported:
         unknown = f"{UNKNOWN_MODEL} (the quantization {unsupported} is not supported)"
         return MissingTensors((), False, model, unknown)
-    result = reference.compare(config, shapes)
+    result = compare_with_reference(reference, config, shapes)
     reason = result.failure
     if "quantization_config" in config and (result.unexpected_names or result.shapes):
         reason = f"{result.source} does not have the names of the quantized tensors"

@@ -6,17 +6,23 @@ functions are imported when they are called, so the core does not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptctl.conversion.recognition.model import DEFAULT_REFERENCE
 from ckptctl.errors import format_option
 from ckptctl.installed import require_package
 from ckptctl.options import require_choice
 from ckptctl.planner.config_facts import Json
+from ckptctl.ranks.coordinator import RankCollectives, run_and_all_gather, run_on_all_ranks
+from ckptctl.ranks.sharing import hash_repr
+
+T = TypeVar("T")
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """Shapes of tensors by name, or None if the shape of a tensor is unknown."""
@@ -97,3 +103,83 @@ def select_reference(name: str) -> Reference | None:
     for package in selected.packages:
         require_package(package, format_option(f"--reference {name}"))
     return selected
+
+
+# ------------------------------------------------------------------------------- several ranks
+
+
+class PendingComparisonError(Exception):
+    """Request for a comparison that another rank makes. Never reaches the user."""
+
+
+@dataclass(slots=True)
+class _SharedComparisons:
+    """Comparisons of a plan that several ranks build.
+
+    Attributes:
+        results: Results so far, by hash of the request.
+        is_deferred: Whether this process raises instead of comparing.
+    """
+
+    results: dict[str, ReferenceResult] = field(default_factory=dict)
+    is_deferred: bool = False
+
+
+_SHARED: ContextVar[_SharedComparisons | None] = ContextVar("shared comparisons", default=None)
+
+
+@contextmanager
+def _share_comparisons(shared: _SharedComparisons) -> Iterator[None]:
+    token = _SHARED.set(shared)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def compare_with_reference(reference: Reference, config: Json, shapes: Shapes) -> ReferenceResult:
+    """Compare tensors with *reference*, unless another rank has done so.
+
+    Raises:
+        PendingComparisonError: Another rank compares. See :func:`plan_on_all_ranks`.
+    """
+    shared = _SHARED.get()
+    if shared is None:
+        return reference.compare(config, shapes)
+    request = hash_repr((reference.name, config, sorted(shapes.items())))
+    if request not in shared.results:
+        if shared.is_deferred:
+            raise PendingComparisonError
+        shared.results[request] = reference.compare(config, shapes)
+    return shared.results[request]
+
+
+def plan_on_all_ranks(ranks: RankCollectives, build_plan: Callable[[], T]) -> T:
+    """Call *build_plan* on every rank, and compare with references on rank 0 only.
+
+    Ranks that need a comparison wait for the results of rank 0, then call *build_plan* again. If it
+    fails on any rank, all ranks raise.
+    """
+    if ranks.world == 1:
+        return build_plan()
+    shared = _SharedComparisons(is_deferred=ranks.rank > 0)
+
+    def try_to_plan() -> tuple[list[T], dict[str, ReferenceResult] | bool]:
+        try:
+            with _share_comparisons(shared):
+                plans = [build_plan()]
+        except PendingComparisonError:
+            plans = []
+        return plans, shared.results if ranks.rank == 0 else not plans
+
+    plans, answers = run_and_all_gather(ranks, try_to_plan)
+    results, *is_pending = answers
+    if not any(is_pending):
+        return plans[0]
+    assert isinstance(results, dict)
+
+    def finish_plan() -> T:
+        with _share_comparisons(_SharedComparisons(dict(results))):
+            return plans[0] if plans else build_plan()
+
+    return run_on_all_ranks(ranks, finish_plan)
