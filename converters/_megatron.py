@@ -1,7 +1,8 @@
 """Each family in Megatron-Core's configuration, after the facts and fields that families share.
 
-Sources: Megatron-Core's ``transformer_config.py`` (0.16) and ``moe_utils.py``, the bridges and
-providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' configuration classes.
+Sources: Megatron-Core's ``transformer_config.py`` (0.16; 0.19 for sparse attention) and
+``moe_utils.py``, the bridges and providers of Megatron-Bridge 0.3 and (newer families) 0.6, slime's
+``scripts/models``, transformers' configuration classes.
 """
 
 from dataclasses import replace
@@ -24,6 +25,8 @@ MODELS = "megatron.bridge.models."
 GPT = f"{MODELS}gpt_provider.GPTModelProvider"
 MLA = f"{MODELS}mla_provider.MLAModelProvider"
 BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
+VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+VARIANT_BLOCK = f"{VARIANTS}get_transformer_block_with_experimental_attention_variant_spec"
 
 SIZES = get_facts(
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -177,6 +180,7 @@ QWEN3_5_TEXT = MegatronStyle(
     fields=QWEN3_5_FIELDS,
     config=UNBIASED,
     provider=GPT,
+    layer_spec=VARIANT_BLOCK,
     layer_pattern=("linear_attention", 4),
 )
 
@@ -191,6 +195,7 @@ QWEN3_5_MOE_TEXT = MegatronStyle(
     config=UNBIASED,
     provider=GPT,
     copies=COPIED_FFN,
+    layer_spec=VARIANT_BLOCK,
     layer_pattern=("linear_attention", 4),
 )
 
@@ -221,6 +226,48 @@ DEEPSEEK_V3 = MegatronStyle(
     provider=MLA,
     class_prefixes=("DeepSeekV3", "Moonlight", "KimiK2"),
     layer_spec=BLOCK,
+)
+
+INDEXER = get_facts("index_n_heads", "index_head_dim", "index_topk")
+SPARSE = {
+    "experimental_attention_variant": ("dsa",),
+    "dsa_indexer_k_norm_epsilon": (1e-6,),
+    # An orthogonal matrix, which does not change scores.
+    "dsa_indexer_rotate_activation": (False, True),
+    "dsa_indexer_scoring_relu": (True,),
+    "dsa_indexer_topk_freq": (1,),
+}
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    facts=(*DEEPSEEK_V3.facts, *INDEXER),
+    model_type="deepseek_v32",
+    fields={**DEEPSEEK_V3.fields, **SPARSE, "dsa_indexer_rope_interleaved": (False,)},
+    class_prefixes=(),
+    layer_spec=VARIANT_BLOCK,
+    layer_pattern=("indexed_attention", 0),
+)
+
+
+class _OnlyFull(tuple[str, ...]):
+    """Kinds of any number of layers, each with an indexer of its own."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and set(other) == {"full"}
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    fields={**DEEPSEEK_V32.fields, "dsa_indexer_rope_interleaved": (True,)},
+    config={
+        **DEEPSEEK_V3.config,
+        "indexer_types": (None, _OnlyFull()),
+        "index_topk_freq": (1,),
+        "index_topk_pattern": (None,),
+    },
 )
 
 GLM4 = MegatronStyle(
@@ -397,4 +444,25 @@ GPT_OSS = MegatronStyle(
     class_prefixes=("GPTOSS",),
     copies=COPIED_FFN,
     layer_pattern=("sliding_attention", 2),
+)
+
+MINIMAX_M2 = MegatronStyle(
+    facts=(
+        *(fact for fact in DENSE if fact != FFN),
+        *(TOP, LOCAL_EXPERTS, ONLY_FFN),
+        FACTS["rotary_dim"],
+    ),
+    model_type="minimax_m2",
+    # The layers norm queries and keys over all heads.
+    fields={**SIGMOID, "qk_layernorm": (True,)},
+    config={
+        **SILU,
+        "scoring_func": ("sigmoid",),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+        "qk_norm_type": ("per_layer",),
+    },
+    provider=GPT,
+    copies=COPIED_FFN,
+    layer_spec=f"{MODELS}minimax_m2.minimax_m2_provider.minimax_m2_layer_spec",
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _proofs, deepseek_v3
+from . import _megatron, _proofs, deepseek_v3
 
 INDEXER = """
 logical            axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.  deepseek: layers.{i}.attn.indexer.
@@ -63,6 +63,6 @@ FAMILY: Family = replace(
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "deepseek", "mlx", "mcore", mcore=_proofs.MCORE_019),
     config_signs=({"model_type": "deepseek_v32"},),
-    megatron=None,
+    megatron=_megatron.DEEPSEEK_V32,
     tiny=dict(deepseek_v3.FAMILY.tiny, ih=3, ie=8),
 )

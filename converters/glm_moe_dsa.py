@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import _proofs, deepseek_v3, deepseek_v32
+from . import _megatron, _proofs, deepseek_v3, deepseek_v32
 
 INDEXER = """
 logical                  axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.
@@ -47,4 +47,5 @@ FAMILY: Family = replace(
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", mcore=_proofs.MCORE_019),
     shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
+    megatron=_megatron.GLM_MOE_DSA,
 )

@@ -8,7 +8,7 @@ halves, so no axis is reordered.
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
 
-from . import _hf, _proofs, qwen2_moe
+from . import _hf, _megatron, _proofs, qwen2_moe
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.                     hf-v5: model.layers.{i}.
@@ -66,5 +66,6 @@ FAMILY = Family(
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "minimax_m2"},),
+    megatron=_megatron.MINIMAX_M2,
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, i=2, down=4, across=8),
 )

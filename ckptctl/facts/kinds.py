@@ -193,6 +193,24 @@ def _invert_inverse_root(value: object, name: str, _: Values) -> float | None:
     return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
 
 
+def _read_rotated_size(value: object, name: str, fields: Values) -> int:
+    """Convert the part of each head that is rotated to a number of dimensions."""
+    size = parse_size(fields.get("kv_channels"), "kv_channels")
+    rotated = require_number(value, name) * (size or 0)
+    if not rotated or not math.isclose(rotated, round(rotated)):
+        raise MappingError(
+            f"`{name}` does not rotate a whole number of dimensions",
+            where=name,
+            why=f"{value!r} of {size!r}",
+        )
+    return round(rotated)
+
+
+def _write_rotated_part(value: object, name: str, facts: Values) -> float | None:
+    rotated, size = parse_size(value, name), parse_size(facts["head_dim"], "head_dim")
+    return None if rotated is None or size is None else rotated / size
+
+
 def assets_hint() -> str:
     """Return the hint to pass the trained model's config.json."""
     return f"pass {format_option('--assets DIR')} with the trained model's config.json"
@@ -255,6 +273,8 @@ FACT_KINDS: Mapping[str, FactKind] = {
     "dense": FactKind(parse_size, _read_dense_layer_count, _write_moe_layer_pattern, neutral=0),
     # The size of the shared expert in units of one routed expert's size.
     "shared": FactKind(parse_size, _read_shared_expert_count, _write_shared_expert_size, neutral=0),
+    # The number of rotated dimensions of a head, which Megatron-Core states as a part of all.
+    "rotated": FactKind(parse_size, _read_rotated_size, _write_rotated_part),
     # A number that Megatron-Core states as its inverse square root.
     "root": FactKind(
         require_number,

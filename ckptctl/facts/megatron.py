@@ -427,11 +427,12 @@ def _require_expressible(family: Family, style: MegatronStyle, values: Json) -> 
     kinds = get_nested(values, "layer_types")
     other_kind, period = style.layer_pattern
     if isinstance(kinds, list) and kinds != [
-        other_kind if layer_number % period else FULL_ATTENTION
+        FULL_ATTENTION if period and layer_number % period == 0 else other_kind
         for layer_number in range(1, len(kinds) + 1)
     ]:
         mixed = f"{other_kind}, with {FULL_ATTENTION} in the last of every {period} layers"
-        why = f"{megatron_family} uses {mixed if other_kind else f'only {FULL_ATTENTION}'}"
+        only_kind = f"only {other_kind or FULL_ATTENTION}"
+        why = f"{megatron_family} uses {mixed if other_kind and period else only_kind}"
         raise inexpressible_error(CONFIG_NAME, "layer_types", kinds, why)
 
 

@@ -45,6 +45,7 @@ COMMON_LAYER_FIELDS = {
 _PROVIDER_FIELDS = ("attention_dropout", "hidden_dropout")
 _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_specs")
 _GEMMA_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping")
+_BLOCK_SPEC = ".get_gpt_decoder_block_spec"
 _GPT_MODULE = "megatron.bridge.models.gpt_provider."
 DEFAULT_SPECS = {f"{_GPT_MODULE}GPTModelProvider": f"{_GPT_MODULE}default_layer_spec"}
 """Default layer-spec function of each provider, used unless the family has its own."""
@@ -189,7 +190,7 @@ def _build_object_reference(name: str) -> dict[str, object]:
 
 
 def _build_layer_spec(name: str) -> dict[str, object]:
-    """Return the YAML of a layer-spec function, with arguments if it is Megatron-Core's own."""
-    if name.startswith("megatron.bridge."):
+    """Return the YAML of a layer-spec function, with the argument of Megatron-Core's block."""
+    if not name.endswith(_BLOCK_SPEC):
         return _build_object_reference(name)
     return {TARGET_KEY: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}

@@ -171,8 +171,8 @@ class MegatronStyle:
         copies: Name of the field from which each of these fields copies its value.
         layer_spec: Import path of the Megatron-Bridge function that builds the layers, or empty if
             the provider defines it.
-        layer_pattern: ``(layer type, every)``. Every *every*-th layer has full attention, and all
-            other layers have the given type.
+        layer_pattern: ``(layer type, every)``. Every *every*-th layer has full attention, or none
+            if it is 0, and all other layers have the given type.
         has_local_rope: Whether sliding-window layers have separate RoPE frequencies.
         config_prefix: Prefix of the names of all *facts* in config.json.
         translated: Whether config.json is derived from Megatron-Core's configuration.

@@ -52,6 +52,16 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+INDEXER = {"index_n_heads": 6, "index_head_dim": 10, "index_topk": 9}
+DELTA = {
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -106,6 +116,17 @@ BEYOND: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
     },
     "deepseek_v3": {**LATENT, **GROUPS, "num_nextn_predict_layers": 1},
+    "deepseek_v32": {**LATENT, **GROUPS, **INDEXER, "num_nextn_predict_layers": 1},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "num_nextn_predict_layers": 1},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 12},
+    "qwen3_5_text": {**DELTA, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe_text": {
+        **EXPERTS,
+        **DELTA,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "mtp_num_hidden_layers": 1,
+    },
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4_moe": {
         **ROUTED,
@@ -142,6 +163,9 @@ TYPES = {"llama2": "llama", "llama3": "llama", "llama3_2": "llama"}
 LACKING = {
     "deepseek_v2": ("head_dim",),
     "deepseek_v3": ("head_dim",),
+    "deepseek_v32": ("head_dim",),
+    "glm_moe_dsa": ("head_dim",),
+    "qwen3_5_moe_text": ("intermediate_size",),
     "nemotron": ("rms_norm_eps",),
 }
 NAMES = sorted(BEYOND)
@@ -192,7 +216,10 @@ def test_every_fact_is_compared_with_config(name: str) -> None:
     changed = {"number": 7.5, "factor": 7.5, "flag": None, "not": None, "root": 0.5}
     value: Any
     for word in family.megatron.facts:
-        if name.startswith("deepseek") and word.config == "num_key_value_heads":
+        if (
+            family.megatron.fields.get("multi_latent_attention")
+            and word.config == "num_key_value_heads"
+        ):
             continue  # Latent attention has none of its own.
         value = changed.get(word.kind, 7)
         fields = extract_megatron_fields(told)
@@ -204,6 +231,8 @@ def test_every_fact_is_compared_with_config(name: str) -> None:
             value = [0, 0, 1, 1]
         elif word.kind == "window":
             value = (7, 0)
+        elif word.config == "head_dim" and name == "minimax_m2":
+            value = 48  # of which a whole number is rotated
         elif word.kind == "method":
             value = 1
         elif word.kind == "shared":
@@ -326,6 +355,31 @@ def test_window_size_excludes_current_token(name: str, kind: str) -> None:
     assert extract_megatron_fields(told)["window_size"] == [7, 0]
     assert statements(name, told, described) == []
     assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
+
+
+def test_part_of_a_dimension_cannot_be_rotated() -> None:
+    told = record("minimax_m2", "arguments") | {"rotary_percent": 0.51}
+    with pytest.raises(MappingError, match="does not rotate a whole number of dimensions"):
+        statements("minimax_m2", told, config("minimax_m2"))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"indexer_types": ["full", "shared"] * 2},
+        {"index_topk_freq": 2},
+        {"index_topk_pattern": "FS"},
+    ],
+)
+def test_layers_without_indexer_have_no_arguments(told: dict[str, Any]) -> None:
+    """Which layers have none follows from two numbers there, in lists of any kind here."""
+    described = config("glm_moe_dsa")
+    build_megatron_arguments(families.family("glm_moe_dsa"), described)
+    build_megatron_arguments(
+        families.family("glm_moe_dsa"), described | {"indexer_types": ["full"] * 4}
+    )
+    with pytest.raises(MappingError, match=f"cannot express `{next(iter(told))}`"):
+        build_megatron_arguments(families.family("glm_moe_dsa"), described | told)
 
 
 def test_window_of_one_key_is_written_as_zero() -> None:
