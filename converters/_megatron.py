@@ -267,6 +267,7 @@ GLM_MOE_DSA = replace(
         "indexer_types": (None, _OnlyFull()),
         "index_topk_freq": (1,),
         "index_topk_pattern": (None,),
+        "indexer_rope_interleave": (True,),
     },
 )
 

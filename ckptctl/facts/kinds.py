@@ -193,6 +193,24 @@ def _invert_inverse_root(value: object, name: str, _: Values) -> float | None:
     return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
 
 
+def _read_interval(value: object, name: str, _: Values) -> int | None:
+    """Convert a list such as ``[1, 1, 1, 0]`` to the interval of layers with full attention (0).
+
+    Megatron-Core also accepts the interval itself.
+    """
+    if not isinstance(value, (list, tuple)):
+        return parse_size(value, name)
+    interval = value.index(0) + 1 if 0 in value else 0
+    if interval and list(value) == [int(n % interval > 0) for n in range(1, len(value) + 1)]:
+        return interval
+    raise MappingError(
+        f"`{name}` does not have full attention in layers at a fixed interval",
+        where=name,
+        why=f"it is {value!r}"[:200],
+        hint=assets_hint(),
+    )
+
+
 def _read_rotated_size(value: object, name: str, fields: Values) -> int:
     """Convert the part of each head that is rotated to a number of dimensions."""
     size = parse_size(fields.get("kv_channels"), "kv_channels")
@@ -273,6 +291,8 @@ FACT_KINDS: Mapping[str, FactKind] = {
     "dense": FactKind(parse_size, _read_dense_layer_count, _write_moe_layer_pattern, neutral=0),
     # The size of the shared expert in units of one routed expert's size.
     "shared": FactKind(parse_size, _read_shared_expert_count, _write_shared_expert_size, neutral=0),
+    # The interval of layers with full attention among layers with linear attention.
+    "interval": FactKind(parse_size, _read_interval),
     # The number of rotated dimensions of a head, which Megatron-Core states as a part of all.
     "rotated": FactKind(parse_size, _read_rotated_size, _write_rotated_part),
     # A number that Megatron-Core states as its inverse square root.

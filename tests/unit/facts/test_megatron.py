@@ -357,6 +357,18 @@ def test_window_size_excludes_current_token(name: str, kind: str) -> None:
     assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_list_of_linear_layers_is_an_interval(name: str) -> None:
+    """Megatron-Bridge 0.6 states a list, earlier versions the interval."""
+    told = record(name, "arguments")
+    assert statements(name, told | {"linear_attention_freq": [1, 1, 1, 0]}, config(name)) == []
+    other = statements(name, told | {"linear_attention_freq": [1, 0, 1, 0]}, config(name))
+    assert any("`full_attention_interval` is 4" in one and " 2 in" in one for one in other)
+    for wrong in ([1, 1, 1, 1], [0, 1, 1, 0], [1, 1, 0, 1, 0]):
+        with pytest.raises(MappingError, match="at a fixed interval"):
+            statements(name, told | {"linear_attention_freq": wrong}, config(name))
+
+
 def test_part_of_a_dimension_cannot_be_rotated() -> None:
     told = record("minimax_m2", "arguments") | {"rotary_percent": 0.51}
     with pytest.raises(MappingError, match="does not rotate a whole number of dimensions"):
