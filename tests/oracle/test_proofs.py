@@ -19,6 +19,7 @@ ELSEWHERE = {
     ("llama3_2", "meta"): "test_logits.py",
     ("llama4", "meta"): "test_meta_shards.py (vision) and the text of llama4_text",
     ("gemma3", "hf-fresh"): "test_gemma.py",
+    ("ministral3_vision", "mcore"): "test_mcore_seeing.py",
     **{
         (name, layout): "test_qwen_vl.py"
         for name in ("qwen3_5_moe", "qwen3_5_moe_text")
