@@ -235,40 +235,34 @@ SPARSE = {
     # An orthogonal matrix, which does not change scores.
     "dsa_indexer_rotate_activation": (False, True),
     "dsa_indexer_scoring_relu": (True,),
-    "dsa_indexer_topk_freq": (1,),
 }
 
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     facts=(*DEEPSEEK_V3.facts, *INDEXER),
     model_type="deepseek_v32",
-    fields={**DEEPSEEK_V3.fields, **SPARSE, "dsa_indexer_rope_interleaved": (False,)},
+    fields={
+        **DEEPSEEK_V3.fields,
+        **SPARSE,
+        "dsa_indexer_rope_interleaved": (False,),
+        "dsa_indexer_topk_freq": (1,),
+    },
     class_prefixes=(),
     layer_spec=VARIANT_BLOCK,
     layer_pattern=("indexed_attention", 0),
 )
 
 
-class _OnlyFull(tuple[str, ...]):
-    """Kinds of any number of layers, each with an indexer of its own."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple) and set(other) == {"full"}
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
+    facts=(
+        *DEEPSEEK_V32.facts,
+        Fact("indexer_types", kind="index period", megatron="dsa_indexer_topk_freq"),
+        Fact("indexer_types", kind="index start", megatron="dsa_indexer_skip_topk_offset"),
+    ),
     model_type="glm_moe_dsa",
-    fields={**DEEPSEEK_V32.fields, "dsa_indexer_rope_interleaved": (True,)},
-    config={
-        **DEEPSEEK_V3.config,
-        "indexer_types": (None, _OnlyFull()),
-        "index_topk_freq": (1,),
-        "index_topk_pattern": (None,),
-        "indexer_rope_interleave": (True,),
-    },
+    fields={**DEEPSEEK_V3.fields, **SPARSE, "dsa_indexer_rope_interleaved": (True,)},
+    config={**DEEPSEEK_V3.config, "indexer_rope_interleave": (True,)},
 )
 
 GLM4 = MegatronStyle(

@@ -211,6 +211,36 @@ def _read_interval(value: object, name: str, _: Values) -> int | None:
     )
 
 
+def list_indexer_types(layers: int, period: int, start: int) -> list[str]:
+    """List which layers have an indexer, for every *period*-th layer from layer *start* on.
+
+    Layers are counted from 1, and all layers before *start* have one. Other layers reuse the tokens
+    of the layer before. transformers and Megatron-Core (``is_dsa_skip_topk_layer``) agree.
+    """
+    steps = (max(layer - max(start, 1), 0) for layer in range(1, layers + 1))
+    return ["shared" if step % period else "full" for step in steps]
+
+
+def _read_indexer_types(_value: object, name: str, fields: Values) -> list[str] | None:
+    counts = [fields.get("num_layers"), fields.get("dsa_indexer_topk_freq", 1)]
+    layers, period = (parse_size(count, name) or 1 for count in counts)
+    start = fields.get("dsa_indexer_skip_topk_offset") or 0
+    return list_indexer_types(layers, period, parse_size(start, name) or 1 if start else 0)
+
+
+def _find_indexer_period(value: object, name: str) -> tuple[int, int]:
+    """Return the period and start that :func:`list_indexer_types` turns into *value*."""
+    if value is None:
+        return 1, 0
+    types = value if isinstance(value, list) else []
+    for period in range(1, len(types) + 1):
+        for start in range(len(types) if period > 1 else 1):
+            if types == list_indexer_types(len(types), period, start):
+                return period, start
+    why = "layers without an indexer do not repeat in a period"
+    raise inexpressible_error("Megatron-Core's configuration", name, value, why)
+
+
 def _read_rotated_size(value: object, name: str, fields: Values) -> int:
     """Convert the part of each head that is rotated to a number of dimensions."""
     size = parse_size(fields.get("kv_channels"), "kv_channels")
@@ -291,6 +321,19 @@ FACT_KINDS: Mapping[str, FactKind] = {
     "dense": FactKind(parse_size, _read_dense_layer_count, _write_moe_layer_pattern, neutral=0),
     # The size of the shared expert in units of one routed expert's size.
     "shared": FactKind(parse_size, _read_shared_expert_count, _write_shared_expert_size, neutral=0),
+    # Which layers have an indexer, which Megatron-Core states as two numbers.
+    "index period": FactKind(
+        parse_size,
+        _read_indexer_types,
+        lambda value, name, _: _find_indexer_period(value, name)[0],
+        neutral=None,
+    ),
+    "index start": FactKind(
+        parse_size,
+        _read_indexer_types,
+        lambda value, name, _: _find_indexer_period(value, name)[1],
+        neutral=None,
+    ),
     # The interval of layers with full attention among layers with linear attention.
     "interval": FactKind(parse_size, _read_interval),
     # The number of rotated dimensions of a head, which Megatron-Core states as a part of all.

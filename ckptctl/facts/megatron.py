@@ -17,6 +17,7 @@ from ckptctl.facts.kinds import (
     FACT_KINDS,
     assets_hint,
     inexpressible_error,
+    list_indexer_types,
     read_megatron_value,
     require_number,
     write_megatron_value,
@@ -372,6 +373,7 @@ def config_to_megatron_fields(
         get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
     )
     values = text_config if isinstance(text_config, Mapping) else values
+    values = _fill_indexer_types(values)
     _require_expressible(family, style, values)
     sizes_by_name = _name_sizes(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {fact.config: _get_fact_value(fact, values, sizes_by_name) for fact in style.facts}
@@ -398,6 +400,29 @@ def config_to_megatron_fields(
     return fields | ({} if length is None else dict.fromkeys(LENGTH_FIELDS, length))
 
 
+def _fill_indexer_types(values: Json) -> Json:
+    """Add ``indexer_types`` to *values* if they state its period or pattern, as transformers does.
+
+    Source: transformers' ``configuration_glm_moe_dsa.py``.
+    """
+    pattern, period = (get_nested(values, f"index_topk_{name}") for name in ("pattern", "freq"))
+    layers = parse_size(get_nested(values, "num_hidden_layers"), "num_hidden_layers")
+    if get_nested(values, "indexer_types") is not None or not layers:
+        return values
+    if isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    elif pattern is not None:
+        types = list(pattern) if isinstance(pattern, list) else []
+    elif period is not None:
+        start = get_nested(values, "index_skip_topk_offset")
+        start = 2 if start is None else parse_size(start, "index_skip_topk_offset") or 0
+        period = parse_size(period, "index_topk_freq") or 1
+        types = list_indexer_types(layers, period, start)
+    else:
+        return values
+    return {**values, "indexer_types": types}
+
+
 def _get_fact_value(fact: Fact, values: Json, sizes_by_name: Mapping[str, int]) -> object:
     """Return the value of *fact* in config.json, or its default if it is not set."""
     if fact.config in sizes_by_name:
@@ -422,7 +447,8 @@ def _require_expressible(family: Family, style: MegatronStyle, values: Json) -> 
     for name, allowed in style.config.items():
         value = get_nested(values, name)
         if value is not None and not is_allowed(allowed, value):
-            why = f"it is always {allowed[0]!r} in {megatron_family}"
+            usual = "not set" if allowed[0] is None else f"always {allowed[0]!r}"
+            why = f"it is {usual} in {megatron_family}"
             raise inexpressible_error(CONFIG_NAME, name, value, why)
     kinds = get_nested(values, "layer_types")
     other_kind, period = style.layer_pattern

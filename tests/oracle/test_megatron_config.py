@@ -34,7 +34,7 @@ SAID_ELSEWHERE = {
 """Keys that the class has no attribute for, or computes; other programs read them."""
 
 ONLY_PUBLISHED: Mapping[str, set[str]] = {
-    "glm_moe_dsa": {"index_topk_freq", "indexer_rope_interleave"},
+    "glm_moe_dsa": {"indexer_rope_interleave"},
     "minimax_m2": {"qk_norm_type", "use_qk_norm", "use_routing_bias"},
     "qwen3_5_moe_text": {"norm_topk_prob"},
 }

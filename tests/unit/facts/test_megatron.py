@@ -117,7 +117,12 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {**LATENT, **GROUPS, "num_nextn_predict_layers": 1},
     "deepseek_v32": {**LATENT, **GROUPS, **INDEXER, "num_nextn_predict_layers": 1},
-    "glm_moe_dsa": {**LATENT, **INDEXER, "num_nextn_predict_layers": 1},
+    "glm_moe_dsa": {
+        **LATENT,
+        **INDEXER,
+        "num_nextn_predict_layers": 1,
+        "indexer_types": ["full", "full", "shared", "full"],
+    },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 12},
     "qwen3_5_text": {**DELTA, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe_text": {
@@ -376,22 +381,37 @@ def test_part_of_a_dimension_cannot_be_rotated() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    ("told", "expected"),
     [
-        {"indexer_types": ["full", "shared"] * 2},
-        {"index_topk_freq": 2},
-        {"index_topk_pattern": "FS"},
+        ({"indexer_types": ["full", "full", "shared", "full"]}, (2, 2)),
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, (2, 0)),
+        ({"indexer_types": ["full"] * 4}, (1, 0)),
+        ({"index_topk_freq": 2}, (2, 2)),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, (3, 0)),
+        ({"index_topk_freq": 1}, (1, 0)),
+        ({"index_topk_pattern": "FFSS"}, (3, 2)),
+        ({}, (1, 0)),
     ],
 )
-def test_layers_without_indexer_have_no_arguments(told: dict[str, Any]) -> None:
-    """Which layers have none follows from two numbers there, in lists of any kind here."""
-    described = config("glm_moe_dsa")
-    build_megatron_arguments(families.family("glm_moe_dsa"), described)
-    build_megatron_arguments(
-        families.family("glm_moe_dsa"), described | {"indexer_types": ["full"] * 4}
-    )
-    with pytest.raises(MappingError, match=f"cannot express `{next(iter(told))}`"):
-        build_megatron_arguments(families.family("glm_moe_dsa"), described | told)
+def test_layers_without_indexer_are_two_numbers(
+    told: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    family, described = families.family("glm_moe_dsa"), config("glm_moe_dsa")
+    del described["indexer_types"]
+    made = build_megatron_arguments(family, described | told)
+    found = made["dsa_indexer_topk_freq"], made["dsa_indexer_skip_topk_offset"]
+    assert found == expected
+    types = megatron_to_config(family, made, {})["indexer_types"]
+    assert types == told.get("indexer_types", types)
+    other = {"indexer_types": ["full", "shared", "shared", "shared"]}
+    assert statements("glm_moe_dsa", made, described | other)
+
+
+@pytest.mark.parametrize("types", [["full", "shared", "shared", "shared", "full", "full"], [], "x"])
+def test_irregular_layers_without_indexer_are_refused(types: Any) -> None:
+    described = config("glm_moe_dsa") | {"indexer_types": types}
+    with pytest.raises(MappingError, match="cannot express `indexer_types`"):
+        build_megatron_arguments(families.family("glm_moe_dsa"), described)
 
 
 def test_window_of_one_key_is_written_as_zero() -> None:
