@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from ckptctl.catalog import ComputedTensor, ComputeInput, TensorEntry, build_computed_name
+from ckptctl.catalog import (
+    ComputedTensor,
+    ComputeInput,
+    TensorEntry,
+    build_computed_name,
+    compute_row_major_strides,
+)
 from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
 from ckptctl.planner.copying.blocks import build_rearranged_file, build_view, has_uniform_strides
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     FACTOR_ROLES,
+    PEFT_LAYOUTS,
     UNFUSED,
+    derive_stacked_adapters,
     derive_unfused_adapters,
     derive_unfused_model,
     map_scaled_biases,
@@ -24,6 +35,8 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 Shapes = Mapping[str, tuple[int, ...]]
+MAX_ROW_BLOCKS = 1 << 12
+"""Maximum number of blocks of rows of a layer that are merged separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +45,8 @@ class Delta:
 
     Attributes:
         key: Name of the model tensor.
-        rows: The rows of the tensor that change.
+        rows: The rows of the tensor that change, as of a matrix whose columns are the last
+            dimension.
         factors: Names of A and B in the adapter.
         a: Factor A, ``[rank, columns]``, with the columns in the model's order.
         b: Factor B, ``[rows, rank]``, with the rows in the order of *rows*.
@@ -70,41 +84,117 @@ class Deltas:
     logical_names: frozenset[str] = frozenset()
 
 
+def join_deltas(parts: Sequence[Deltas]) -> Deltas:
+    """Join the changes of different parts of one adapter."""
+    return Deltas(
+        tuple(delta for part in parts for delta in part.changed),
+        {key: tensor for part in parts for key, tensor in part.replaced.items()},
+        frozenset().union(*(part.pinned for part in parts)),
+        frozenset().union(*(part.logical_names for part in parts)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UnfusedModel:
+    """The tensors of a model, separated into those of the family's tables.
+
+    Attributes:
+        family: The model's family.
+        layout: The model's layout.
+        path: Path of the model, for error messages.
+        shapes: Shapes of the model's tensors.
+        layer_lists: Lists of layer numbers from the model's config.json.
+        tensors: Elements of each tensor of the tables.
+        sizes: Axis sizes that the configuration and the tensors show.
+    """
+
+    family: Family
+    layout: str
+    path: str
+    shapes: Shapes
+    layer_lists: Mapping[str, Sequence[int]]
+    tensors: Mapping[str, ComposedTensor]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def map(
+        cls,
+        family: Family,
+        layout: str,
+        path: str,
+        shapes: Shapes,
+        sizes: Mapping[str, int],
+        layer_lists: Mapping[str, Sequence[int]],
+    ) -> UnfusedModel:
+        """Map the tensors of a model, whose configuration states *sizes*."""
+        try:
+            mapped = map_tensors(
+                derive_unfused_model(family, layout), layout, UNFUSED, shapes, sizes,
+                partial=True, tied=False, lists=layer_lists,
+            )  # fmt: skip
+        except SurplusError as error:
+            error.where = path
+            raise
+        axis_sizes = {axis: size for axis, size in mapped.sizes.items() if isinstance(size, int)}
+        tensors = compose_tensors(mapped.tensors)
+        return cls(family, layout, path, shapes, layer_lists, tensors, axis_sizes)
+
+
+    def find_expert_shape(
+        self, tensor: LogicalTensor, _: Leaf, indices: Mapping[str, int]
+    ) -> tuple[int, int] | None:
+        """Find the shape of the first expert's matrix, or None if a layer has no experts."""
+        composed = self.tensors.get(f"{tensor.name.format(**indices)}.0")
+        return (composed.shape[0], composed.shape[1]) if composed is not None else None
+
+
 def match_adapter(
-    family: Family,
-    layouts: tuple[str, str],
-    shapes: Shapes,
-    factors: Mapping[str, TensorEntry],
-    sizes: Mapping[str, int],
-    layer_lists: Mapping[str, Sequence[int]],
-    paths: tuple[str, str],
+    model: UnfusedModel, layout: str, factors: Mapping[str, TensorEntry], adapter_path: str
 ) -> Deltas:
     """Match an adapter's factors to the tensors of a model.
 
     Args:
-        family: The model's family.
-        layouts: The layouts of the model and of the adapter.
-        shapes: Shapes of the model's tensors.
+        model: The model.
+        layout: Layout of the adapter.
         factors: The adapter's tensors.
-        sizes: Axis sizes from the model's config.json.
-        layer_lists: Lists of layer numbers from the model's config.json.
-        paths: Paths of the model and the adapter, for error messages.
+        adapter_path: Path of the adapter, for error messages.
     """
-    both_paths = f"adapter `{paths[1]}` and model `{paths[0]}`"
-    try:
-        model = map_tensors(
-            derive_unfused_model(family, layouts[0]), layouts[0], UNFUSED, shapes, sizes,
-            partial=True, tied=False, lists=layer_lists,
-        )  # fmt: skip
-    except SurplusError as error:
-        error.where = paths[0]
-        raise
-    axis_sizes = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
+    family = derive_unfused_adapters(model.family, model.layout)
+    return _match_factors(model, family, layout, factors, adapter_path)
+
+
+def match_stacked_adapter(
+    model: UnfusedModel,
+    factors: Mapping[str, TensorEntry],
+    adapter_path: str,
+    *,
+    is_transposed: bool,
+) -> Deltas:
+    """Match factors of expert stacks to the tensors of a model that stores experts differently.
+
+    Args:
+        model: The model.
+        factors: Factors of stacks, named after the parameters of transformers 5.
+        adapter_path: Path of the adapter, for error messages.
+        is_transposed: Whether A has the stack's output features and B its input features.
+    """
+    family = derive_stacked_adapters(model.family, model.layout, is_transposed=is_transposed)
+    return _match_factors(model, family, PEFT_LAYOUTS[1], factors, adapter_path)
+
+
+def _match_factors(
+    model: UnfusedModel,
+    adapter_family: Family,
+    layout: str,
+    factors: Mapping[str, TensorEntry],
+    adapter_path: str,
+) -> Deltas:
+    both_paths = f"adapter `{adapter_path}` and model `{model.path}`"
     factor_shapes = {key: entry.shape for key, entry in factors.items()}
     try:
         adapter = map_tensors(
-            derive_unfused_adapters(family, layouts[0]), layouts[1], UNFUSED, factor_shapes,
-            axis_sizes, partial=True, tied=False, lists=layer_lists,
+            adapter_family, layout, UNFUSED, factor_shapes, model.sizes,
+            partial=True, tied=False, lists=model.layer_lists,
         )  # fmt: skip
     except SurplusError as error:
         raise MappingError(
@@ -112,8 +202,8 @@ def match_adapter(
             where=both_paths,
             hint="check that the adapter belongs to this model",
         ) from error
-    composed = compose_tensors(model.tensors), compose_tensors(adapter.tensors)
-    return _AdapterMatcher(family, layouts, *composed, shapes, factors).build_deltas(both_paths)
+    composed = compose_tensors(adapter.tensors)
+    return _AdapterMatcher(model, layout, composed, factors).build_deltas(both_paths)
 
 
 class _AdapterMatcher:
@@ -121,15 +211,13 @@ class _AdapterMatcher:
 
     def __init__(
         self,
-        family: Family,
-        layouts: tuple[str, str],
-        model: Mapping[str, ComposedTensor],
+        model: UnfusedModel,
+        layout: str,
         adapter: Mapping[str, ComposedTensor],
-        shapes: Shapes,
         factors: Mapping[str, TensorEntry],
     ) -> None:
-        self.family, self.layouts, self.shapes, self.factors = family, layouts, shapes, factors
-        self.model = model
+        self.family, self.layouts = model.family, (model.layout, layout)
+        self.model, self.shapes, self.factors = model.tensors, model.shapes, factors
         self.parts: dict[str, dict[str, ComposedTensor]] = {}
         for key, item in adapter.items():
             head, dot, indices = key.partition(".")
@@ -190,12 +278,13 @@ class _AdapterMatcher:
             if trained_tensor is not None:
                 replaced[key] = self._build_replacement(name, trained_tensor)
             else:
-                delta = self._build_delta(name, roles)
-                changed.setdefault((delta.key, delta.rows, delta.factors), delta)
+                for delta in self._iterate_deltas(name, roles):
+                    changed.setdefault((delta.key, delta.rows, delta.factors), delta)
         logical = frozenset(self.parts)
         return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
 
-    def _build_delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
+    def _iterate_deltas(self, name: str, roles: Mapping[str, ComposedTensor]) -> Iterator[Delta]:
+        """Yield the changes of all rows of a layer, which the model may interleave with others."""
         for role in FACTOR_ROLES[:2]:
             if role not in roles:
                 present_factor = _get_source_key(next(iter(roles.values())))
@@ -211,36 +300,50 @@ class _AdapterMatcher:
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_get_source_key(a)}` and `{_get_source_key(b)}`",
             )
-        rows = _find_stored_rows(layer)
-        return Delta(
-            _get_source_key(layer),
-            range(self.shapes[_get_source_key(layer)][0]) if rows is None else rows,
-            (_get_source_key(a), _get_source_key(b)),
-            a.bind_entries(self.factors),
-            self._select_rows(layer, b),
-            self._select_rows(layer, magnitude) if magnitude else None,
-            self._build_replacement(name, roles["beneath"]) if "beneath" in roles else None,
-            self._find_scaled_bias(name) if magnitude else None,
-        )
-
-    def _select_rows(self, layer: ComposedTensor, item: ComposedTensor) -> StridedTensor:
-        """Return the rows of *item*, a factor or magnitude, that apply to the rows of *layer*.
-
-        If the stored factor interleaves the rows of several layers, all of its rows are returned,
-        since one low-rank change then applies to all of these layers.
-        """
-        if _find_stored_rows(layer) is not None and _find_stored_rows(item) is not None:
-            return item.bind_entries(self.factors)
-        stored = self.factors[_get_source_key(item)]
-        has_same_rows = stored.shape[0] == self.shapes[_get_source_key(layer)][0]
-        if not has_same_rows or _list_row_axes(layer) != _list_row_axes(item):
+        base_tensor = self._build_replacement(name, roles["beneath"]) if "beneath" in roles else None
+        key, bound_a = _get_source_key(layer), a.bind_entries(self.factors)
+        names = (_get_source_key(a), _get_source_key(b))
+        bias = self._find_scaled_bias(name) if magnitude else None
+        if self._has_same_interleaving(layer, b):
+            # One change then applies to all layers that both tensors interleave.
+            rows = range(math.prod(self.shapes[key][:-1]))
+            bound_b = StridedTensor.from_entry(self.factors[names[1]])
+            scales = (
+                StridedTensor.from_entry(self.factors[_get_source_key(magnitude)])
+                if magnitude
+                else None
+            )
+            yield Delta(key, rows, names, bound_a, bound_b, scales, base_tensor, bias)
+            return
+        row_blocks = _split_rows(layer, self.shapes[key])
+        if row_blocks is None or (bias and len(row_blocks) > 1):
             raise UnsupportedError(
                 "an adapter cannot be merged into rows of several layers that are interleaved "
                 "differently",
-                where=f"tensors `{_get_source_key(layer)}` and `{_get_source_key(item)}`",
+                where=f"tensors `{key}` and `{names[1]}`",
                 hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
             )
-        return StridedTensor.from_entry(stored)
+        bound_b = b.bind_entries(self.factors)
+        scales = magnitude.bind_entries(self.factors) if magnitude else None
+        for block in row_blocks:
+            yield Delta(
+                key,
+                block.stored_rows,
+                names,
+                bound_a,
+                block.select_from(bound_b),
+                block.select_from(scales) if scales else None,
+                base_tensor,
+                bias,
+            )
+
+    def _has_same_interleaving(self, layer: ComposedTensor, item: ComposedTensor) -> bool:
+        """Check if a factor interleaves its rows with those of others, just as a layer does."""
+        if _find_stored_rows(layer) is not None:
+            return False
+        stored = self.factors[_get_source_key(item)]
+        has_same_rows = stored.shape[0] == self.shapes[_get_source_key(layer)][0]
+        return has_same_rows and _list_row_axes(layer) == _list_row_axes(item)
 
     def _find_scaled_bias(self, name: str) -> tuple[str, int] | None:
         """Find the bias that DoRA scales with a layer.
@@ -336,3 +439,55 @@ def _list_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int,
         )
         for part in item.tensor.parts
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _RowBlock:
+    """Adjacent rows of a layer, which are evenly apart in the stored tensor.
+
+    Attributes:
+        first_row: First row of the layer.
+        stored_rows: The rows of the stored tensor, as a matrix whose columns are the last
+            dimension.
+    """
+
+    first_row: int
+    stored_rows: range
+
+    def select_from(self, tensor: StridedTensor) -> StridedTensor:
+        """Select the rows of the block from B or the magnitudes of the layer."""
+        return tensor.narrow(0, self.first_row, len(self.stored_rows))
+
+
+def _split_rows(layer: ComposedTensor, stored_shape: Sequence[int]) -> list[_RowBlock] | None:
+    """Split a layer into blocks of rows, or return None if rows of the layer are not stored rows.
+
+    Args:
+        layer: The layer, ``[rows, columns]``, whose elements are in one stored tensor.
+        stored_shape: Shape of the stored tensor.
+    """
+    last = len(stored_shape) - 1
+    weights = compute_row_major_strides(tuple(stored_shape[:last]))
+    blocks: list[_RowBlock] = []
+    for part in layer.tensor.parts:
+        if any((axis.dim == 0) == (axis.at == last) for axis in part.axes) or last < 1:
+            return None
+        axes: list[tuple[int, int, int]] = []  # size, step and stride in rows, innermost first
+        for axis in sorted(part.axes, key=lambda axis: axis.step):
+            if axis.dim == 0:
+                row_axis = axis.size, axis.step, axis.stride * weights[axis.at]
+                if axes and row_axis[1:] == tuple(axes[-1][0] * n for n in axes[-1][1:]):
+                    axes[-1] = (axes[-1][0] * axis.size, *axes[-1][1:])
+                else:
+                    axes.append(row_axis)
+        inner = axes.pop(0) if axes and axes[0][1] == 1 else (1, 1, 1)
+        first = sum(n * weight for n, weight in zip(part.stored_origin, weights, strict=False))
+        if math.prod(size for size, _, _ in axes) > MAX_ROW_BLOCKS:
+            return None
+        for indices in product(*(range(size) for size, _, _ in axes)):
+            steps = list(zip(indices, axes, strict=True))
+            row = part.origin[0] + sum(n * step for n, (_, step, _) in steps)
+            stored_row = first + sum(n * stride for n, (_, _, stride) in steps)
+            stored_rows = range(stored_row, stored_row + inner[0] * inner[2], inner[2])
+            blocks.append(_RowBlock(row, stored_rows))
+    return blocks

@@ -20,12 +20,13 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.adapters.adapter_files import rename_peft_modules
-from ckptctl.adapters.deltas import Delta
+from ckptctl.adapters.deltas import Delta, Deltas, UnfusedModel, match_stacked_adapter
 from ckptctl.adapters.expert_stacks import (
     STACKED,
     ExpertSlice,
     ExpertStack,
     count_expert_layers,
+    get_stated_shapes,
     iterate_expert_stacks,
     map_stacked_templates,
     require_family,
@@ -52,11 +53,10 @@ from ckptctl.catalog import (
     build_computed_name,
 )
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, format_option, quote_names
 from ckptctl.formats.peft import CONFIG
-from ckptctl.planner.config_facts import Json
+from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, get_module_name, is_factor
@@ -275,8 +275,10 @@ def convert_expert_factors(
             why=f"there is no {CONFIG}",
         )
     model = documents.get("config.json")
-    expert_stacks = list(iterate_expert_stacks(catalog, model))
     family = require_family(catalog, model)
+    sizes = read_sizes(family, model)
+    get_shape = get_stated_shapes(family, sizes)
+    expert_stacks = list(iterate_expert_stacks(catalog, family, sizes, get_shape))
     if form == "apart":
         return _unstack_experts(
             *_rename_to_layout(catalog, config, family, STACKED, HF), expert_stacks
@@ -327,22 +329,40 @@ def _rename_to_layout(
     return replace(catalog, tensors=tensors), rename_peft_modules(config, new_names)
 
 
-def unstack_for_model(adapter: Catalog, model: Model, family: Family) -> Catalog:
-    """Unstack the adapter's expert factors if the model stores experts separately."""
-    config = (find_adapter_config(adapter) or {}).get(TARGET_PARAMETERS)
+def find_unstacked_parameters(
+    adapter: Catalog, config: Json | None, model: UnfusedModel
+) -> dict[str, ExpertStack]:
+    """Find the stacks that an adapter changes, but that the model stores differently, by key."""
     if (
-        not config
-        or not map_stacked_templates(family)
-        or count_expert_layers(family, model.tensors)
+        not (config or {}).get(TARGET_PARAMETERS)
+        or not map_stacked_templates(model.family)
+        or count_expert_layers(model.family, model.shapes)
     ):
-        return adapter
+        return {}
     modules = {get_module_name(name).split(".base_layer")[0] for name in adapter.tensors}
-    if all(
-        stack.key.rpartition(".")[0] not in modules
-        for stack in iterate_expert_stacks(adapter, model.config)
-    ):
-        return adapter
-    return convert_expert_factors(adapter, {"config.json": model.config or {}}, "apart")
+    stacks = iterate_expert_stacks(adapter, model.family, model.sizes, model.find_expert_shape)
+    return {stack.key: stack for stack in stacks if stack.key.rpartition(".")[0] in modules}
+
+
+def match_stacked_parameters(
+    parameters: Sequence[AdaptedParameter],
+    stacks: Mapping[str, ExpertStack],
+    factors: Mapping[str, TensorEntry],
+    model: UnfusedModel,
+    adapter_path: str,
+) -> Iterator[Deltas]:
+    """Match the factors of *stacks* to the experts of a model that stores them differently."""
+    for is_transposed in (False, True):
+        named = {
+            f"{PEFT_PREFIX}{parameter.key}{end}": factors[f"{parameter.module}{end}"]
+            for parameter in parameters
+            if parameter.key in stacks
+            and (parameter.is_output_first != stacks[parameter.key].is_output_first)
+            is is_transposed
+            for end in (A, B)
+        }
+        if named:
+            yield match_stacked_adapter(model, named, adapter_path, is_transposed=is_transposed)
 
 
 # --------------------------------------------------------------------------------- apart

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
-from ckptctl.planner.config_facts import Json, read_sizes
+from ckptctl.planner.config_facts import Json
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.adapters import STACKED
 from ckptctl.planner.mapping.detect import list_families_matching_configs
 from ckptctl.planner.mapping.matching import list_index_values, match_keys
 
-STACKED = "hf-v5"
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
@@ -88,10 +88,24 @@ def require_family(catalog: Catalog, config: Json | None) -> Family:
     return families.family(names[0])
 
 
-def iterate_expert_stacks(catalog: Catalog, config: Json | None) -> Iterator[ExpertStack]:
-    """Yield the parameters of the model in which its experts can be stacked."""
-    family = require_family(catalog, config)
-    sizes = read_sizes(family, config)
+MatrixShapes = Callable[[LogicalTensor, Leaf, Mapping[str, int]], tuple[int, int] | None]
+"""Function that returns ``[rows, columns]`` of one expert's matrix, or None if there is none.
+
+The arguments are the logical tensor, its per-expert leaf and its index values.
+"""
+
+
+def iterate_expert_stacks(
+    catalog: Catalog, family: Family, sizes: Mapping[str, int], get_shape: MatrixShapes
+) -> Iterator[ExpertStack]:
+    """Yield the parameters of the model in which its experts can be stacked.
+
+    Args:
+        catalog: The adapter.
+        family: Family of its model.
+        sizes: Axis sizes of its model.
+        get_shape: Function that returns the shapes of the experts' matrices.
+    """
     templates = map_stacked_templates(family)
     if not templates:
         raise MappingError(
@@ -104,7 +118,27 @@ def iterate_expert_stacks(catalog: Catalog, config: Json | None) -> Iterator[Exp
     max_count = 1 + max(layer_numbers, default=0)
     for parts in templates.values():
         counts = dict.fromkeys(parts[0][0].indices, max_count)
-        yield from _build_stacks(family, parts, {**counts, **sizes})
+        yield from _build_stacks(parts, {**counts, **sizes}, get_shape)
+
+
+def get_stated_shapes(family: Family, sizes: Mapping[str, int]) -> MatrixShapes:
+    """Return a function that computes the shapes of experts' matrices from stated sizes."""
+
+    def compute_axes_size(axes: tuple[str, ...]) -> int:
+        unknown = next((axis for axis in axes if axis not in sizes), None)
+        if unknown:
+            raise UnsupportedError(
+                f"config.json does not state the expert width of `{family.name}`",
+                where=f"{family.describe_size(unknown)}",
+                hint=f"convert the model to layout {STACKED} first, with "
+                f"{format_option(f'--to-layout {STACKED}')}",
+            )
+        return math.prod(sizes[axis] for axis in axes)
+
+    def get_shape(_: LogicalTensor, leaf: Leaf, __: Mapping[str, int]) -> tuple[int, int]:
+        return compute_axes_size(leaf.dims[0]), compute_axes_size(leaf.dims[1])
+
+    return get_shape
 
 
 def map_stacked_templates(
@@ -154,38 +188,29 @@ def _stacks_experts(leaf: Leaf, per_expert: Leaf) -> bool:
 
 
 def _build_stacks(
-    family: Family, parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]], sizes: Mapping[str, int]
+    parts: Sequence[tuple[LogicalTensor, Leaf, Leaf]],
+    sizes: Mapping[str, int],
+    get_shape: MatrixShapes,
 ) -> Iterator[ExpertStack]:
-    """Yield the expert stack of each decoder layer."""
+    """Yield the expert stack of each decoder layer that has experts."""
     tensor, leaf, per_expert = parts[0]
-
-    def compute_axes_size(axes: tuple[str, ...]) -> int:
-        unknown = next((axis for axis in axes if axis not in sizes), None)
-        if unknown:
-            raise UnsupportedError(
-                f"config.json does not state the expert width of `{family.name}`",
-                where=f"{family.describe_size(unknown)}",
-                hint=f"convert the model to layout {STACKED} first, with "
-                f"{format_option(f'--to-layout {STACKED}')}",
-            )
-        return math.prod(sizes[axis] for axis in axes)
-
     (axis,) = per_expert.spread_axes
     is_output_first = leaf.dims[1] == per_expert.dims[0]
     for index_values in list_index_values(tensor, sizes):
-        indices = dict(zip(tensor.indices, index_values, strict=True))
-        start, slices = 0, []
-        for _, _, part_leaf in parts:
+        start, inputs, slices = 0, 0, []
+        for part, _, part_leaf in parts:
+            indices = dict(zip(part.indices, index_values, strict=True))
             keys = (
                 part_leaf.key.format_key({**indices, axis: expert}) for expert in range(sizes[axis])
             )
-            rows = compute_axes_size(part_leaf.dims[0])
+            shape = get_shape(part, part_leaf, indices)
+            if shape is None:
+                continue
+            rows, inputs = shape
             modules = tuple(key.removesuffix(".weight") for key in keys)
             slices.append(ExpertSlice(start, rows, modules))
             start += rows
-        yield ExpertStack(
-            leaf.key.format_key(indices),
-            compute_axes_size(per_expert.dims[1]),
-            is_output_first,
-            tuple(slices),
-        )
+        if len(slices) == len(parts):
+            yield ExpertStack(
+                leaf.key.format_key(indices), inputs, is_output_first, tuple(slices)
+            )

@@ -12,12 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.adapters.deltas import Delta, Deltas, make_compute_input, match_adapter
+from ckptctl.adapters.deltas import (
+    Delta,
+    Deltas,
+    UnfusedModel,
+    join_deltas,
+    make_compute_input,
+    match_adapter,
+)
 from ckptctl.adapters.expert_adapters import (
     drop_parameter_factors,
     find_adapted_parameters,
+    find_unstacked_parameters,
     iterate_expert_deltas,
-    unstack_for_model,
+    match_stacked_parameters,
 )
 from ckptctl.adapters.grouped_factors import normalize_factors
 from ckptctl.adapters.peft import (
@@ -204,15 +212,20 @@ class AdapterMerge:
             UnsupportedError: The adapter is missing magnitudes, biases or fully trained modules.
         """
         model_tensors = model.tensors
-        unstacked = unstack_for_model(self.adapter, model, family)
-        if unstacked is not self.adapter:
-            self.adapter, self.config = unstacked, find_adapter_config(unstacked)
-            alpha, scaling = self.options.lora_alpha, self.settings.scaling
-            self.settings = parse_adapter_settings(
-                self.config, alpha, scaling, supported=MERGEABLE_FIELDS
-            )
+        unfused = UnfusedModel.map(
+            family,
+            model.layout or "",
+            str(model.catalog.path),
+            {name: entry.shape for name, entry in model_tensors.items()},
+            model.get_axis_sizes(family, implied=True),
+            model.get_layer_lists(family),
+        )
+        stacks = find_unstacked_parameters(self.adapter, self.config, unfused)
         parameters = find_adapted_parameters(
-            self.adapter, self.config, self.settings, model_tensors
+            self.adapter,
+            self.config,
+            self.settings,
+            {**model_tensors, **{key: stack.entry for key, stack in stacks.items()}},
         )
         linear_factors = drop_parameter_factors(self.adapter, parameters)
         self.layout = PEFT_LAYOUTS[0]
@@ -220,18 +233,14 @@ class AdapterMerge:
             adapter = recognize_model(linear_factors, model.documents, ModelRequest(family.name))
             require_known_model(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
-        factors = locate_factors(self.adapter, self.root)
+        factors, path = locate_factors(self.adapter, self.root), str(self.adapter.path)
+        matched: list[Deltas] = []
         if linear_factors.tensors or not parameters:
             linear_names = convert_embedding_factors(linear_factors).tensors
-            self.matched = match_adapter(
-                family,
-                (model.layout or "", self.layout),
-                {name: entry.shape for name, entry in model_tensors.items()},
-                {key: entry for key, entry in factors.items() if entry.name in linear_names},
-                model.get_axis_sizes(family, implied=True),
-                model.get_layer_lists(family),
-                (str(model.catalog.path), str(self.adapter.path)),
-            )
+            linear = {key: entry for key, entry in factors.items() if entry.name in linear_names}
+            matched.append(match_adapter(unfused, self.layout, linear, path))
+        matched += match_stacked_parameters(parameters, stacks, factors, unfused, path)
+        self.matched = join_deltas(matched)
         require_consistent_magnitudes(
             self.settings,
             [delta.factors[1] for delta in self.matched.changed if delta.magnitude],
@@ -242,7 +251,8 @@ class AdapterMerge:
         require_biases(
             self.config, sorted((biases & model_tensors.keys()) - self.matched.replaced.keys())
         )
-        expert_deltas = tuple(iterate_expert_deltas(parameters, model_tensors, factors))
+        stored = [parameter for parameter in parameters if parameter.key not in stacks]
+        expert_deltas = tuple(iterate_expert_deltas(stored, model_tensors, factors))
         self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
 
     def _require_untied(self, changed_names: set[str], model: Model) -> None:

@@ -33,7 +33,7 @@ class LoraUpdate(NamedTuple):
     """Low-rank update of some rows of a weight, whose ``repr`` is part of plan digests.
 
     Attributes:
-        rows: The updated rows.
+        rows: The updated rows, which may be evenly apart.
         scale: Factor of B A.
         has_magnitude: Whether the updated rows are then rescaled to DoRA magnitudes.
         bias_start: Index, in the bias that is scaled, of the element for the first updated row.
@@ -53,15 +53,24 @@ def _merge_weight(out: OutputRectangle) -> None:
     updates: tuple[LoraUpdate, ...] = out.arguments
     for update in updates:
         factors = _Factors(update, factor_inputs)
-        start = update.rows.start
-        first_row, last_row = max(start, rows.start), min(update.rows.stop, rows.stop)
-        if first_row < last_row:
-            merged_part = merged[first_row - rows.start : last_row - rows.start]
-            update_rows = range(first_row - start, last_row - start)
-            factors.add_product_to(merged_part, update_rows)
+        update_rows = _find_rows_within(update.rows, rows)
+        if update_rows:
+            selected = update.rows[update_rows.start : update_rows.stop]
+            merged_part = merged[selected.start - rows.start :: selected.step][: len(selected)]
+            # Rows are copied to be adjacent, so that their bits do not depend on the stride.
+            sums = merged_part.contiguous()
+            factors.add_product_to(sums, update_rows)
             if update.has_magnitude:
-                merged_part.mul_(factors.compute_magnitude_scales(merged_part, update_rows))
+                sums.mul_(factors.compute_magnitude_scales(sums, update_rows))
+            if sums is not merged_part:
+                merged_part.copy_(sums)
     out.write(merged)
+
+
+def _find_rows_within(updated: range, rows: range) -> range:
+    """Return the indices of the elements of *updated* that are in the adjacent *rows*."""
+    first, end = (-(-(row - updated.start) // updated.step) for row in (rows.start, rows.stop))
+    return range(max(first, 0), min(end, len(updated)))
 
 
 class _Factors:

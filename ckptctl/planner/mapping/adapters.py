@@ -34,6 +34,8 @@ UNFUSED = "apart"
 RANK_AXIS = "R"
 PEFT_PREFIX = "base_model.model."
 PEFT_LAYOUTS = ("peft", "peft-v5")
+STACKED = "hf-v5"
+"""Layout of the parameters in which transformers 5 stacks the experts of a layer."""
 FACTOR_ROLES = ("lora_a", "lora_b", "magnitude")
 EMBEDDING_TENSOR = "embed"
 """Name of the axis that enumerates experts."""
@@ -183,7 +185,9 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
     for tensor in family.rows:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
         leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
-        if leaf is not None and (role in COPY_INFIXES or _is_linear(leaf)):
+        if leaf is not None:
+            leaf = _to_expert_leaf(base, leaf)
+        if leaf is not None and (role in COPY_INFIXES or _is_matrix(leaf)):
             unfused_leaf = _build_factor_leaf(leaf, role, leaf.key).standalone
             linear_leaves = {
                 name: _to_linear_leaf(leaf_of_layout)
@@ -194,6 +198,64 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
             )
         rows.append(tensor)
     return replace(family, rows=tuple(rows), layouts=(*family.layouts, UNFUSED))
+
+
+@cache
+def derive_stacked_adapters(base: Family, layout: str, *, is_transposed: bool = False) -> Family:
+    """Derive the family of factors of expert stacks, with :data:`UNFUSED` for model *layout*.
+
+    PEFT stores one A ``[experts R, in]`` and one B ``[out, R experts]`` for a stack, under the name
+    of the parameter in transformers 5. In :data:`UNFUSED`, every expert has its own factors.
+
+    Args:
+        base: Family of the models.
+        layout: Layout of the model, whose row order :data:`UNFUSED` has.
+        is_transposed: Whether A has the stack's output features and B its input features.
+    """
+    rows = []
+    for tensor in base.tensors.values():
+        stack, leaf = tensor.leaves.get(STACKED), tensor.leaves.get(layout)
+        expert_leaf = leaf and _to_expert_leaf(base, leaf)
+        if stack is None or expert_leaf is None or len(expert_leaf.spread_axes) != 1:
+            continue
+        (expert_axis,) = expert_leaf.spread_axes
+        expert_rows = sorted(expert_leaf.dims[0])
+        if stack.dims[:1] != ((expert_axis,),) or len(stack.dims) != 3:
+            continue
+        outputs, inputs = sorted(stack.dims[1:], key=lambda dims: sorted(dims) != expert_rows)
+        shared_a = PEFT_PREFIX + stack.key.text + _PEFT_SUFFIXES[0]
+        shared_b = PEFT_PREFIX + stack.key.text + _PEFT_SUFFIXES[1]
+        a_rank, b_rank = (expert_axis, RANK_AXIS), (RANK_AXIS, expert_axis)
+        part, interleave_axis = stack.part, stack.interleave_axis
+        stacked_leaves = (
+            (
+                Leaf(Template.parse(shared_b), (inputs, b_rank)),
+                Leaf(Template.parse(shared_a), (a_rank, outputs), (), part, 1, interleave_axis),
+            )
+            if is_transposed
+            else (
+                Leaf(Template.parse(shared_a), (a_rank, inputs)),
+                Leaf(Template.parse(shared_b), (outputs, b_rank), (), part, 0, interleave_axis),
+            )
+        )
+        for role, stacked_leaf in zip(FACTOR_ROLES[:2], stacked_leaves, strict=True):
+            row = _build_row(tensor, role, {})
+            unfused_leaf = _build_factor_leaf(expert_leaf, role, expert_leaf.key).standalone
+            leaves = {PEFT_LAYOUTS[1]: stacked_leaf, UNFUSED: _name_unfused(row, unfused_leaf)}
+            rows.append(replace(row, leaves=leaves))
+    return Family(
+        name=base.name + ADAPTER_SUFFIX,
+        title=f"LoRA adapters of expert stacks of {base.title}",
+        layouts=(PEFT_LAYOUTS[1], UNFUSED),
+        tables=(),
+        rows=tuple(rows),
+        architecture=base.architecture,
+        constants=base.constants,
+        composite=base.composite,
+        sizes=base.sizes,
+        free=(RANK_AXIS, *base.free),
+        partial=True,
+    )
 
 
 @cache
@@ -221,11 +283,17 @@ def map_scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
 
 @cache
 def derive_unfused_model(base: Family, layout: str) -> Family:
-    """Derive a copy of *base* that has only the layouts *layout* and :data:`UNFUSED`."""
+    """Derive a copy of *base* that has only the layouts *layout* and :data:`UNFUSED`.
+
+    In :data:`UNFUSED`, every expert has tensors of its own.
+    """
     rows = tuple(
         replace(
             tensor,
-            leaves={layout: leaf, UNFUSED: _name_unfused(tensor, leaf.standalone)},
+            leaves={
+                layout: leaf,
+                UNFUSED: _name_unfused(tensor, _to_expert_leaf(base, leaf).standalone),
+            },
         )
         for tensor in base.tensors.values()
         if (leaf := tensor.leaves.get(layout)) is not None
@@ -291,8 +359,23 @@ ROUTER = "router"
 
 def _is_linear(leaf: Leaf) -> bool:
     """Return whether *leaf* is a linear layer, or one part of a concatenated linear layer."""
-    is_weight = leaf.key.text.endswith(_WEIGHT_SUFFIX)
-    return is_weight and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.concat_dim)
+    return leaf.key.text.endswith(_WEIGHT_SUFFIX) and _is_matrix(leaf)
+
+
+def _is_matrix(leaf: Leaf) -> bool:
+    """Return whether *leaf* is a matrix, or some of the rows of one."""
+    return len(leaf.dims) == 2 and not (leaf.part is not None and leaf.concat_dim)
+
+
+def _to_expert_leaf(base: Family, leaf: Leaf) -> Leaf:
+    """Convert the leaf of a stack of experts' matrices to a leaf with a tensor for each expert."""
+    experts, *dims = leaf.dims or ((),)
+    is_stack = len(dims) == 2 and len(experts) == 1 and not leaf.spread_axes
+    if not is_stack or experts[0] not in base.expert_axes:
+        return leaf
+    return replace(
+        leaf, dims=tuple(dims), spread_axes=experts, concat_dim=max(leaf.concat_dim - 1, 0)
+    )
 
 
 def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
