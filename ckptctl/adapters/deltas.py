@@ -316,7 +316,8 @@ class _AdapterMatcher:
             yield Delta(key, rows, names, bound_a, bound_b, scales, base_tensor, bias)
             return
         row_blocks = _split_rows(layer, self.shapes[key])
-        if row_blocks is None or (bias and len(row_blocks) > 1):
+        is_transposed = any(block.is_transposed for block in row_blocks or ())
+        if row_blocks is None or (bias and len(row_blocks) > 1) or (magnitude and is_transposed):
             raise UnsupportedError(
                 "an adapter cannot be merged into rows of several layers that are interleaved "
                 "differently",
@@ -326,16 +327,11 @@ class _AdapterMatcher:
         bound_b = b.bind_entries(self.factors)
         scales = magnitude.bind_entries(self.factors) if magnitude else None
         for block in row_blocks:
-            yield Delta(
-                key,
-                block.stored_rows,
-                names,
-                bound_a,
-                block.select_from(bound_b),
-                block.select_from(scales) if scales else None,
-                base_tensor,
-                bias,
-            )
+            factors = bound_a, block.select_from(bound_b)
+            if block.is_transposed:
+                factors = factors[1].permute((1, 0)), factors[0].permute((1, 0))
+            block_scales = block.select_from(scales) if scales else None
+            yield Delta(key, block.stored_rows, names, *factors, block_scales, base_tensor, bias)
 
     def _has_same_interleaving(self, layer: ComposedTensor, item: ComposedTensor) -> bool:
         """Check if a factor interleaves its rows with those of others, just as a layer does."""
@@ -443,24 +439,26 @@ def _list_row_axes(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class _RowBlock:
-    """Adjacent rows of a layer, which are evenly apart in the stored tensor.
+    """Adjacent rows of a layer, which are rows or columns of the stored tensor.
 
     Attributes:
-        first_row: First row of the layer.
+        rows: The rows of the layer.
         stored_rows: The rows of the stored tensor, as a matrix whose columns are the last
             dimension.
+        is_transposed: Whether the stored rows are the columns of the layer.
     """
 
-    first_row: int
+    rows: range
     stored_rows: range
+    is_transposed: bool = False
 
     def select_from(self, tensor: StridedTensor) -> StridedTensor:
         """Select the rows of the block from B or the magnitudes of the layer."""
-        return tensor.narrow(0, self.first_row, len(self.stored_rows))
+        return tensor.narrow(0, self.rows.start, len(self.rows))
 
 
 def _split_rows(layer: ComposedTensor, stored_shape: Sequence[int]) -> list[_RowBlock] | None:
-    """Split a layer into blocks of rows, or return None if rows of the layer are not stored rows.
+    """Split a layer into blocks, or return None if it has other elements between its own.
 
     Args:
         layer: The layer, ``[rows, columns]``, whose elements are in one stored tensor.
@@ -470,24 +468,45 @@ def _split_rows(layer: ComposedTensor, stored_shape: Sequence[int]) -> list[_Row
     weights = compute_row_major_strides(tuple(stored_shape[:last]))
     blocks: list[_RowBlock] = []
     for part in layer.tensor.parts:
-        if any((axis.dim == 0) == (axis.at == last) for axis in part.axes) or last < 1:
+        columns = [axis for axis in part.axes if axis.at == last]
+        is_transposed = any(axis.dim == 0 for axis in columns)
+        inner_dim = 1 if is_transposed else 0
+        adjacent = [axis for axis in columns if axis.dim == 1 - inner_dim and axis.step == 1]
+        if last < 1 or adjacent != columns or math.prod(a.size for a in columns) != stored_shape[-1]:
             return None
-        axes: list[tuple[int, int, int]] = []  # size, step and stride in rows, innermost first
+        runs: dict[int, list[tuple[int, int, int]]] = {0: [], 1: []}
         for axis in sorted(part.axes, key=lambda axis: axis.step):
-            if axis.dim == 0:
-                row_axis = axis.size, axis.step, axis.stride * weights[axis.at]
-                if axes and row_axis[1:] == tuple(axes[-1][0] * n for n in axes[-1][1:]):
-                    axes[-1] = (axes[-1][0] * axis.size, *axes[-1][1:])
-                else:
-                    axes.append(row_axis)
-        inner = axes.pop(0) if axes and axes[0][1] == 1 else (1, 1, 1)
-        first = sum(n * weight for n, weight in zip(part.stored_origin, weights, strict=False))
-        if math.prod(size for size, _, _ in axes) > MAX_ROW_BLOCKS:
+            if axis.at != last:
+                _append_run(runs[axis.dim], (axis.size, axis.step, axis.stride * weights[axis.at]))
+        if is_transposed:
+            inner = _pop_adjacent(runs[1])
+            others, height = runs[0], stored_shape[-1]
+            is_complete = not runs[1] and inner[0] == layer.shape[1]
+        else:
+            inner = _pop_adjacent(runs[0])
+            others, height = runs[0], inner[0]
+            is_complete = not runs[1]
+        if not is_complete or math.prod(size for size, _, _ in others) > MAX_ROW_BLOCKS:
             return None
-        for indices in product(*(range(size) for size, _, _ in axes)):
-            steps = list(zip(indices, axes, strict=True))
+        first = sum(n * weight for n, weight in zip(part.stored_origin, weights, strict=False))
+        for indices in product(*(range(size) for size, _, _ in others)):
+            steps = list(zip(indices, others, strict=True))
             row = part.origin[0] + sum(n * step for n, (_, step, _) in steps)
             stored_row = first + sum(n * stride for n, (_, _, stride) in steps)
             stored_rows = range(stored_row, stored_row + inner[0] * inner[2], inner[2])
-            blocks.append(_RowBlock(row, stored_rows))
+            blocks.append(_RowBlock(range(row, row + height), stored_rows, is_transposed))
     return blocks
+
+
+def _append_run(runs: list[tuple[int, int, int]], run: tuple[int, int, int]) -> None:
+    """Append a run of size, step and stride, or extend the last one if the new one continues it."""
+    size, step, stride = runs[-1] if runs else (0, 0, 0)
+    if runs and run[1:] == (size * step, size * stride):
+        runs[-1] = (size * run[0], step, stride)
+    else:
+        runs.append(run)
+
+
+def _pop_adjacent(runs: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """Remove and return the run of adjacent elements, or a run of one element."""
+    return runs.pop(0) if runs and runs[0][1] == 1 else (1, 1, 1)

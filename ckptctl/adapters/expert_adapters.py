@@ -25,7 +25,6 @@ from ckptctl.adapters.expert_stacks import (
     STACKED,
     ExpertSlice,
     ExpertStack,
-    count_expert_layers,
     get_stated_shapes,
     iterate_expert_stacks,
     map_stacked_templates,
@@ -333,15 +332,15 @@ def find_unstacked_parameters(
     adapter: Catalog, config: Json | None, model: UnfusedModel
 ) -> dict[str, ExpertStack]:
     """Find the stacks that an adapter changes, but that the model stores differently, by key."""
-    if (
-        not (config or {}).get(TARGET_PARAMETERS)
-        or not map_stacked_templates(model.family)
-        or count_expert_layers(model.family, model.shapes)
-    ):
+    if not (config or {}).get(TARGET_PARAMETERS) or not map_stacked_templates(model.family):
         return {}
     modules = {get_module_name(name).split(".base_layer")[0] for name in adapter.tensors}
     stacks = iterate_expert_stacks(adapter, model.family, model.sizes, model.find_expert_shape)
-    return {stack.key: stack for stack in stacks if stack.key.rpartition(".")[0] in modules}
+    return {
+        stack.key: stack
+        for stack in stacks
+        if stack.key.rpartition(".")[0] in modules and stack.key not in model.shapes
+    }
 
 
 def match_stacked_parameters(

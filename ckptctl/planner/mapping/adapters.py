@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ckptctl.planner.families.declarations import AFTER
 from ckptctl.planner.families.tables import Dims, Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.matching import match_keys
 
 ADAPTER_SUFFIX = "-lora"
@@ -180,13 +180,15 @@ def derive_unfused_adapters(base: Family, layout: str) -> Family:
     (:func:`to_linear_factor_name`).
     """
     family = derive_adapter_family(base)
-    stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
+    stored = {
+        t.name: _build_unfused_leaf(base, t, t.leaves[layout])
+        for t in base.tensors.values()
+        if layout in t.leaves
+    }
     rows = []
     for tensor in family.rows:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
         leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
-        if leaf is not None:
-            leaf = _to_expert_leaf(base, leaf)
         if leaf is not None and (role in COPY_INFIXES or _is_matrix(leaf)):
             unfused_leaf = _build_factor_leaf(leaf, role, leaf.key).standalone
             linear_leaves = {
@@ -215,7 +217,7 @@ def derive_stacked_adapters(base: Family, layout: str, *, is_transposed: bool = 
     rows = []
     for tensor in base.tensors.values():
         stack, leaf = tensor.leaves.get(STACKED), tensor.leaves.get(layout)
-        expert_leaf = leaf and _to_expert_leaf(base, leaf)
+        expert_leaf = leaf and _build_unfused_leaf(base, tensor, leaf)
         if stack is None or expert_leaf is None or len(expert_leaf.spread_axes) != 1:
             continue
         (expert_axis,) = expert_leaf.spread_axes
@@ -292,7 +294,7 @@ def derive_unfused_model(base: Family, layout: str) -> Family:
             tensor,
             leaves={
                 layout: leaf,
-                UNFUSED: _name_unfused(tensor, _to_expert_leaf(base, leaf).standalone),
+                UNFUSED: _name_unfused(tensor, _build_unfused_leaf(base, tensor, leaf)),
             },
         )
         for tensor in base.tensors.values()
@@ -367,15 +369,27 @@ def _is_matrix(leaf: Leaf) -> bool:
     return len(leaf.dims) == 2 and not (leaf.part is not None and leaf.concat_dim)
 
 
-def _to_expert_leaf(base: Family, leaf: Leaf) -> Leaf:
-    """Convert the leaf of a stack of experts' matrices to a leaf with a tensor for each expert."""
-    experts, *dims = leaf.dims or ((),)
-    is_stack = len(dims) == 2 and len(experts) == 1 and not leaf.spread_axes
-    if not is_stack or experts[0] not in base.expert_axes:
-        return leaf
-    return replace(
-        leaf, dims=tuple(dims), spread_axes=experts, concat_dim=max(leaf.concat_dim - 1, 0)
+def _build_unfused_leaf(base: Family, tensor: LogicalTensor, leaf: Leaf) -> Leaf:
+    """Build the leaf of *tensor* in :data:`UNFUSED` from its leaf in the layout of the model.
+
+    Every expert has a tensor of its own. A linear layer is a matrix, even if the layout of the
+    model divides or transposes it.
+    """
+    linear = next(
+        (
+            other
+            for name in (HF, STACKED)
+            if (other := tensor.leaves.get(name)) is not None and _is_linear(other)
+        ),
+        None,
     )
+    expert_axes = base.expert_axes.union(linear.spread_axes if linear else ())
+    experts, *dims = leaf.dims or ((),)
+    if len(dims) == 2 and len(experts) == 1 and experts[0] in expert_axes and not leaf.spread_axes:
+        return Leaf(leaf.key, tuple(dims), experts, offset=leaf.offset)
+    if linear and not _is_matrix(leaf) and sorted(linear.axes) == sorted(leaf.axes):
+        return Leaf(leaf.key, linear.dims, linear.spread_axes, offset=leaf.offset)
+    return leaf.standalone
 
 
 def list_linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
