@@ -139,7 +139,6 @@ class UnfusedModel:
         tensors = compose_tensors(mapped.tensors)
         return cls(family, layout, path, shapes, layer_lists, tensors, axis_sizes)
 
-
     def find_expert_shape(
         self, tensor: LogicalTensor, _: Leaf, indices: Mapping[str, int]
     ) -> tuple[int, int] | None:
@@ -300,7 +299,8 @@ class _AdapterMatcher:
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_get_source_key(a)}` and `{_get_source_key(b)}`",
             )
-        base_tensor = self._build_replacement(name, roles["beneath"]) if "beneath" in roles else None
+        base_copy = roles.get("beneath")
+        base_tensor = self._build_replacement(name, base_copy) if base_copy else None
         key, bound_a = _get_source_key(layer), a.bind_entries(self.factors)
         names = (_get_source_key(a), _get_source_key(b))
         bias = self._find_scaled_bias(name) if magnitude else None
@@ -470,22 +470,18 @@ def _split_rows(layer: ComposedTensor, stored_shape: Sequence[int]) -> list[_Row
     for part in layer.tensor.parts:
         columns = [axis for axis in part.axes if axis.at == last]
         is_transposed = any(axis.dim == 0 for axis in columns)
-        inner_dim = 1 if is_transposed else 0
-        adjacent = [axis for axis in columns if axis.dim == 1 - inner_dim and axis.step == 1]
-        if last < 1 or adjacent != columns or math.prod(a.size for a in columns) != stored_shape[-1]:
+        is_adjacent = all((axis.dim == 0) == is_transposed and axis.step == 1 for axis in columns)
+        width = math.prod(axis.size for axis in columns)
+        if last < 1 or not is_adjacent or width != stored_shape[last]:
             return None
         runs: dict[int, list[tuple[int, int, int]]] = {0: [], 1: []}
         for axis in sorted(part.axes, key=lambda axis: axis.step):
             if axis.at != last:
                 _append_run(runs[axis.dim], (axis.size, axis.step, axis.stride * weights[axis.at]))
-        if is_transposed:
-            inner = _pop_adjacent(runs[1])
-            others, height = runs[0], stored_shape[-1]
-            is_complete = not runs[1] and inner[0] == layer.shape[1]
-        else:
-            inner = _pop_adjacent(runs[0])
-            others, height = runs[0], inner[0]
-            is_complete = not runs[1]
+        inner = _pop_adjacent(runs[1 if is_transposed else 0])
+        height = width if is_transposed else inner[0]
+        is_complete = not runs[1] and (not is_transposed or inner[0] == layer.shape[1])
+        others = runs[0]
         if not is_complete or math.prod(size for size, _, _ in others) > MAX_ROW_BLOCKS:
             return None
         first = sum(n * weight for n, weight in zip(part.stored_origin, weights, strict=False))

@@ -197,9 +197,9 @@ def _build_stacks(
     (axis,) = per_expert.spread_axes
     is_output_first = leaf.dims[1] == per_expert.dims[0]
     for index_values in list_index_values(tensor, sizes):
+        indices = dict(zip(tensor.indices, index_values, strict=True))
         start, inputs, slices = 0, 0, []
         for part, _, part_leaf in parts:
-            indices = dict(zip(part.indices, index_values, strict=True))
             keys = (
                 part_leaf.key.format_key({**indices, axis: expert}) for expert in range(sizes[axis])
             )
@@ -211,6 +211,4 @@ def _build_stacks(
             slices.append(ExpertSlice(start, rows, modules))
             start += rows
         if len(slices) == len(parts):
-            yield ExpertStack(
-                leaf.key.format_key(indices), inputs, is_output_first, tuple(slices)
-            )
+            yield ExpertStack(leaf.key.format_key(indices), inputs, is_output_first, tuple(slices))

@@ -134,19 +134,15 @@ def test_fully_saved_modules_load_in_peft_and_merge(tmp_path: Path, name: str) -
 
 
 NOT_APART = {
-    "kimi_k25": "store a layer of the adapter differently",
-    "minimax_m3_vl": "store a layer of the adapter differently",
-    "step3p7": "has no place for",
     "llama3_vision": "unknown model type",
-    "deepseek_v4": "expert width",
-    "nemotron_h": "expert width",
+    "nemotron_h": "can be applied in 2 ways",
     "nemotron_h.latent": "can be applied in 2 ways",
-    "bailing_hybrid": "missing the layers of 1 adapter tensor",
-    "ernie4_5_vl_moe": "unknown model type",
-    "inkling": "interleaved differently",
-    "mistral_large4": "store a layer of the adapter differently",
 }
-"""Models whose published form takes no factors of the form in memory; and what is said then."""
+"""Models whose published form takes no factors of the form in memory; and what is said then.
+
+Llama 3.2 Vision's adapters do not show which layers attend to images. In Nemotron-H, the stacks of
+up and down projections are each other's transposes, and PEFT's versions order A and B differently.
+"""
 NOT_EXTRACTED = {
     "clip_text": "PEFT would not find the layers",
     "gpt2": "no difference that an adapter can represent",

@@ -373,7 +373,7 @@ def _build_unfused_leaf(base: Family, tensor: LogicalTensor, leaf: Leaf) -> Leaf
     """Build the leaf of *tensor* in :data:`UNFUSED` from its leaf in the layout of the model.
 
     Every expert has a tensor of its own. A linear layer is a matrix, even if the layout of the
-    model divides or transposes it.
+    model divides or transposes it, or joins the experts.
     """
     linear = next(
         (
@@ -387,7 +387,9 @@ def _build_unfused_leaf(base: Family, tensor: LogicalTensor, leaf: Leaf) -> Leaf
     experts, *dims = leaf.dims or ((),)
     if len(dims) == 2 and len(experts) == 1 and experts[0] in expert_axes and not leaf.spread_axes:
         return Leaf(leaf.key, tuple(dims), experts, offset=leaf.offset)
-    if linear and not _is_matrix(leaf) and sorted(linear.axes) == sorted(leaf.axes):
+    is_joined = linear is not None and not {*linear.spread_axes} <= {*leaf.spread_axes}
+    is_divided = is_joined or not _is_matrix(leaf)
+    if linear and is_divided and sorted(linear.axes) == sorted(leaf.axes):
         return Leaf(leaf.key, linear.dims, linear.spread_axes, offset=leaf.offset)
     return leaf.standalone
 

@@ -128,6 +128,20 @@ def test_rows_outside_change_are_unchanged(state, inputs):
     assert (found[10:30] != state["base"][10:30]).any(dim=1).all()
 
 
+@pytest.mark.parametrize("pieces", [160, 1 << 20])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("rows", [(1, ROWS, 2), (5, 77, 3)])
+def test_rows_evenly_apart_match_formula(state, inputs, dora, pieces, rows):
+    found = read(definition(inputs, dora=dora, rows=rows), pieces).double()
+    changed = torch.zeros(ROWS, dtype=torch.bool)
+    changed[rows[0] : rows[1] : rows[2]] = True
+    b, m = state["b"].double()[: changed.sum()], state["magnitude"].double()[: changed.sum(), None]
+    want = state["base"].double()
+    sums = want[changed] + 0.7 * (b @ state["a"].double())
+    want[changed] = sums * (m / sums.norm(dim=1, keepdim=True)) if dora else sums
+    torch.testing.assert_close(found, want, rtol=2e-6, atol=2e-6)
+
+
 def test_reordered_columns_of_lora_a_match_formula(state, inputs):
     found = read(definition(inputs, columns=((5, 2, 4), (1, 0, 2))), 1 << 20)
     a = state["a"].double().view(RANK, 5, 2, 4).transpose(1, 2).reshape(RANK, COLUMNS)
