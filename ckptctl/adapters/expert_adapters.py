@@ -295,25 +295,34 @@ def _rename_to_layout(
         key = get_module_name(name) + WEIGHT if is_factor(name) else bare_name
         keys.setdefault(key, []).append(name)
     leaves = family.get_layout(target).leaves
+    matched = match_keys(family, family.get_layout(source), keys)
     names: dict[str, str] = {}
-    for group in match_keys(family, family.get_layout(source), keys).groups:
+    for group in matched.groups:
         tensor, leaf = group.stored.parts[0]
-        target_leaf = leaves.get(tensor.name)
-        if (
-            leaf.spread_axes
-            or target_leaf is None
-            or target_leaf.spread_axes
-            or leaf.key == target_leaf.key
-        ):
+        if leaf.spread_axes:
             continue
-        if leaf.placement != target_leaf.placement:
-            raise MappingError(
-                f"layouts {source} and {target} store a layer of the adapter differently",
-                where=f"tensor `{keys[group.keys[0]][0]}`",
-                hint=f"convert its model to layout {source} first, with "
-                f"{format_option(f'--to-layout {source}')}",
-            )
         for key, values in zip(group.keys, group.iterate_index_values(tensor.indices), strict=True):
+            # Layers of several kinds may have the same name in only one of the layouts.
+            pairs = [
+                (part_leaf, target_leaf)
+                for part, part_leaf in group.stored.parts
+                if (part.name, values) not in matched.excluded
+                and (target_leaf := leaves.get(part.name)) is not None
+                and not target_leaf.spread_axes
+            ]
+            templates = {target_leaf.key: None for _, target_leaf in pairs}
+            if not pairs or leaf.key in templates:
+                continue
+            is_same = all(part.placement == target_leaf.placement for part, target_leaf in pairs)
+            if len(templates) > 1 or not is_same:
+                raise MappingError(
+                    f"layouts {source} and {target} store a layer of the adapter differently",
+                    where=f"tensor `{keys[key][0]}`",
+                    why=f"in {target}, its elements are in "
+                    + quote_names([template.text for template in templates]),
+                    hint="merge it into its model with `ckptctl merge BASE ADAPTER DST`",
+                )
+            target_leaf = pairs[0][1]
             new_name = target_leaf.key.format_key(dict(zip(tensor.indices, values, strict=True)))
             for name in keys[key]:
                 suffix = name.removeprefix(PEFT_PREFIX + key.removesuffix(WEIGHT))
