@@ -26,7 +26,7 @@ from ckptctl.numerics.quantization.linear_weights import (
 from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, get_recipes_by_name
 from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.copying.blocks import build_rearranged_file, build_view
-from ckptctl.planner.layouts import BASE, HF, MLX, Family
+from ckptctl.planner.layouts import BASE, HF, LLM_COMPRESSOR, MLX, Family
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import LayoutChange
 from ckptctl.planner.strided import StridedTensor
@@ -73,7 +73,7 @@ def quantize(draft: Draft) -> Draft:
         _build_summary_note(quantization, recipe),
         *_note_misaligned_fusion(recipe, selected),
         *_note_stacked_experts(
-            [tensor for tensor in selected if tensor.name not in slices], draft.change
+            [tensor for tensor in selected if tensor.name not in slices], draft.change, recipe
         ),
         *_note_split_experts(slices),
     )
@@ -139,7 +139,9 @@ def _note_misaligned_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) ->
         )
 
 
-def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange) -> Iterator[str]:
+def _note_stacked_experts(
+    selected: Sequence[OutputTensor], change: LayoutChange, recipe: Recipe
+) -> Iterator[str]:
     """Yield a note that few programs read quantized stacks of experts, if any are selected."""
     stacked = [tensor.name for tensor in selected if len(tensor.shape) == 3]
     if stacked:
@@ -147,7 +149,7 @@ def _note_stacked_experts(selected: Sequence[OutputTensor], change: LayoutChange
             f"{quote_names(stacked)}: transformers reads stacked quantized experts only on GPUs "
             "with FP8 support, and ignores their scales where it dequantizes"
         )
-        yield "; ".join((note, *_unstack_hints(change.family)))
+        yield "; ".join((note, *_unstack_hints(change.family, recipe)))
 
 
 def _note_split_experts(slices: Mapping[str, Sequence[_ExpertSlice]]) -> Iterator[str]:
@@ -171,7 +173,7 @@ def _skip_hint() -> str:
 def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
     """Select the tensors to quantize, or raise if *recipe* does not support one of them."""
     options, names_in_output = draft.options, [tensor.name for tensor in draft.tensors]
-    linear_roles = _map_linear_weights_to_roles(draft)
+    linear_roles = _map_linear_weights_to_roles(draft, recipe)
     added_names = _match_globs(names_in_output, options.quantize_also, "--quantize-also")
     excluded_names = _match_globs(
         [*linear_roles, *added_names], options.quantize_not, "--quantize-not"
@@ -227,7 +229,7 @@ def _require_complete_groups(names: set[str], available_names: Sequence[str]) ->
             )
 
 
-def _map_linear_weights_to_roles(draft: Draft) -> dict[str, Role]:
+def _map_linear_weights_to_roles(draft: Draft, recipe: Recipe) -> dict[str, Role]:
     """Map the name of each linear weight to its role in the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
@@ -242,10 +244,14 @@ def _map_linear_weights_to_roles(draft: Draft) -> dict[str, Role]:
         )
     layout = change.target_layout or ""
     requested_layout = draft.options.to_layout or layout
-    if family is not None and not (_has_transformers_names(layout) and requested_layout != MLX):
+    if family is not None and (requested_layout == MLX or not _is_readable(layout, recipe)):
+        is_other_scheme = layout == LLM_COMPRESSOR
+        option = f"--quantize {recipe.name}" if is_other_scheme else "--quantize"
+        hint = f"pass a scheme of compressed-tensors, as in {format_option('--quantize int8')}"
         raise UsageError(
-            f"{format_option('--quantize')} is not supported with layout {requested_layout}",
+            f"{format_option(option)} is not supported with layout {requested_layout}",
             why="programs that read this layout use other quantization schemes",
+            hint=hint if is_other_scheme else None,
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial
@@ -311,7 +317,7 @@ def _require_readable_stack(
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
-    if not recipe.stack_multiples and role == "experts" and not any(_unstack_hints(family)):
+    if not recipe.stack_multiples and role == "experts" and not any(_unstack_hints(family, recipe)):
         return  # no layout has per-expert weights, so that quantization splits the stack
     if not recipe.stack_multiples:
         why = f"programs that read {recipe.name} require per-expert weights"
@@ -328,25 +334,26 @@ def _require_readable_stack(
         "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
         why=f"the shape is {list(shape)}; {why}",
-        hint=", or ".join((*_unstack_hints(family), _skip_hint())),
+        hint=", or ".join((*_unstack_hints(family, recipe), _skip_hint())),
     )
 
 
-def _unstack_hints(family: Family | None) -> Iterator[str]:
+def _unstack_hints(family: Family | None, recipe: Recipe) -> Iterator[str]:
     """Yield a hint on the option that unstacks experts, if the family has such a layout."""
     for name in family.layouts if family else ():
         if (
             family
-            and _has_transformers_names(name)
+            and _is_readable(name, recipe)
             and not TensorRoles(family, family.get_layout(name)).has_stacked_experts
         ):
             yield f"pass {format_option(f'--to-layout {name}')} to write per-expert weights"
             return
 
 
-def _has_transformers_names(layout: str) -> bool:
-    """Return whether *layout* uses the tensor names of transformers."""
-    return layout in (HF, BASE) or layout.startswith(f"{HF}-")
+def _is_readable(layout: str, recipe: Recipe) -> bool:
+    """Return whether programs that read *layout* read weights that *recipe* quantizes."""
+    has_transformers_names = layout in (HF, BASE) or layout.startswith(f"{HF}-")
+    return has_transformers_names or (layout == LLM_COMPRESSOR and recipe.is_compressed_tensors)
 
 
 # ------------------------------------------------------------------------- stacked experts

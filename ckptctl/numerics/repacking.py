@@ -57,7 +57,7 @@ from ckptctl.numerics.quantized import (
     survey_catalog,
 )
 from ckptctl.numerics.quantizing import list_ignored_modules
-from ckptctl.planner.layouts import HF, LayoutTensor
+from ckptctl.planner.layouts import HF, LLM_COMPRESSOR, LayoutTensor
 from ckptctl.planner.mapping.logical import build_placeholder
 from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 from ckptctl.planner.strided import StridedTensor
@@ -65,7 +65,6 @@ from ckptctl.units import pluralize
 
 COMPRESSED_TENSORS, MXFP4 = "compressed-tensors", "mxfp4"
 """Values of ``--repack``, which are values of ``quant_method``."""
-PER_EXPERT_LAYOUT = "llm-compressor"
 BLOCKS, SCALES = SWAPPED_ENDING, "_scales"
 INPUT_SCALE = ".input_scale"
 CACHE_SCALES = {".k_proj": ".k_scale", ".v_proj": ".v_scale"}
@@ -173,13 +172,13 @@ def choose_layout(draft: Draft) -> Draft:
     options, model = draft.options, draft.model
     if options.repack != COMPRESSED_TENSORS or options.to_layout or model.model_type is None:
         return draft
-    if draft.layout != HF or PER_EXPERT_LAYOUT not in families.family(model.model_type).layouts:
+    if draft.layout != HF or LLM_COMPRESSOR not in families.family(model.model_type).layouts:
         return draft
     draft.notes.add(
-        f"experts are stored one by one (layout {PER_EXPERT_LAYOUT}), because "
+        f"experts are stored one by one (layout {LLM_COMPRESSOR}), because "
         f"{COMPRESSED_TENSORS} has no format for stacks"
     )
-    return replace(draft, options=replace(options, to_layout=PER_EXPERT_LAYOUT))
+    return replace(draft, options=replace(options, to_layout=LLM_COMPRESSOR))
 
 
 # ---------------------------------------------------------------------------------- schemes
@@ -449,7 +448,7 @@ def _repack_mxfp4(
             "cannot repack stacked experts",
             where=f"tensor `{name}`",
             why=f"the shape is {list(tensor.shape)}, and programs require one tensor per expert",
-            hint=f"pass {format_option(f'--to-layout {PER_EXPERT_LAYOUT}')}",
+            hint=f"pass {format_option(f'--to-layout {LLM_COMPRESSOR}')}",
         )
     if is_stacked and not _has_mxfp4_tensors(draft, name):
         raise MappingError(

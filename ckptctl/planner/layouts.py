@@ -100,6 +100,8 @@ LIST_LAYOUTS = "run `ckptctl models` to list the layouts of each model type"
 _BASE_SUFFIX = "-base"
 
 MLX = "mlx"
+LLM_COMPRESSOR = "llm-compressor"
+"""Layout in which llm-compressor stores models whose experts it separates into linear layers."""
 INHERITED_LAYOUTS: Mapping[str, str] = {MLX: HF}
 """Layouts that inherit the cells of another layout unless a table of the family overrides them.
 

@@ -230,3 +230,30 @@ def test_split_stacks_of_experts_match_llm_compressor(
         # model_free_ptq knows only those of dense layers.
         differing = {key for key in differing if "gate_proj" not in key and "up_proj" not in key}
     assert found.keys() == wanted.keys() and not differing
+
+
+@pytest.mark.parametrize("scheme", ["fp8-channel", "mxfp4", "int8-channel"])
+def test_quantized_experts_of_gpt_oss_match_llm_compressor(tmp_path: Path, scheme: str) -> None:
+    """Layout ``llm-compressor`` is what its separated experts have before they are quantized."""
+    golden, source = Golden.read("gpt_oss"), tmp_path / "source"
+    state: State = {
+        key: hard(math.prod(shape[:-1]), shape[-1], torch.bfloat16, seed).view(*shape)
+        if math.prod(shape[:-1]) > 8
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for seed, (key, (_, shape)) in enumerate(golden.tensors.items())
+    }
+    save_hf(source, state, {**golden.config, "torch_dtype": "bfloat16"})
+    layout: Any = {"to": "hf", "to_layout": "llm-compressor"}
+    ckptctl.convert(source, tmp_path / "separate", **layout)
+    ckptctl.convert(source, tmp_path / "out", quantize=scheme, **layout)
+    ignore = ["lm_head", "re:.*embed_tokens", "re:.*router"]
+    load("llmcompressor").model_free_ptq(
+        tmp_path / "separate", tmp_path / "wanted", scheme=PRESETS[scheme], ignore=ignore,
+        device="cpu",
+    )  # fmt: skip
+    found, wanted = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "wanted"))
+    assert any("experts.0.up_proj.weight_scale" in key for key in found)
+    assert found.keys() == wanted.keys()
+    assert not [
+        key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})
+    ]

@@ -97,6 +97,11 @@ class Recipe:
     shared_part: StoredPart | None = None
     stack_multiples: tuple[int, int] | None = None
 
+    @property
+    def is_compressed_tensors(self) -> bool:
+        """Whether the config states a scheme of compressed-tensors."""
+        return self.build_config(())["quant_method"] == "compressed-tensors"
+
 
 def _build_fine_grained_config(ignored: Sequence[str]) -> dict[str, object]:
     return {
