@@ -40,9 +40,10 @@ QUANTIZABLE_DTYPES = ("float32", "bfloat16", "float16")
 def quantize(draft: Draft) -> Draft:
     """Replace the weights that ``--quantize`` selects by virtual quantized tensors."""
     recipe = get_recipes_by_name()[draft.options.quantize or ""]
-    selected = _select_tensors(draft, recipe)
+    roles = _map_linear_weights_to_roles(draft, recipe)
+    selected = _select_tensors(draft, recipe, roles)
     slices = {
-        tensor.name: list(_split_experts(tensor))
+        tensor.name: list(_split_experts(tensor, roles.get(tensor.name, "other")))
         for tensor in selected
         if _is_split_into_experts(tensor, recipe)
     }
@@ -170,10 +171,14 @@ def _skip_hint() -> str:
     return f"pass {format_option('--quantize-not GLOB')} to skip it"
 
 
-def _select_tensors(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
-    """Select the tensors to quantize, or raise if *recipe* does not support one of them."""
+def _select_tensors(
+    draft: Draft, recipe: Recipe, linear_roles: Mapping[str, Role]
+) -> Sequence[OutputTensor]:
+    """Select the tensors to quantize, or raise if *recipe* does not support one of them.
+
+    *linear_roles* maps the names of linear weights to their roles.
+    """
     options, names_in_output = draft.options, [tensor.name for tensor in draft.tensors]
-    linear_roles = _map_linear_weights_to_roles(draft, recipe)
     added_names = _match_globs(names_in_output, options.quantize_also, "--quantize-also")
     excluded_names = _match_globs(
         [*linear_roles, *added_names], options.quantize_not, "--quantize-not"
@@ -289,7 +294,7 @@ def _require_quantizable(
 ) -> None:
     """Raise if *recipe* does not support the dtype, shape or role of a tensor."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
-    if role in ("experts", "stacked"):
+    if role in ("experts", "transposed", "stacked"):
         _require_readable_stack(tensor, recipe, role, family)
     elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
         raise UsageError(
@@ -301,7 +306,8 @@ def _require_quantizable(
             where=where,
             hint=f"pass {format_option('--dtype bf16')} to cast it first",
         )
-    if shape[-1] % recipe.column_multiple or 0 in shape:
+    columns = shape[-2 if role == "transposed" else -1]
+    if columns % recipe.column_multiple or 0 in shape:
         raise RefusedError(
             f"{recipe.name} requires a number of columns that is a multiple of "
             f"{recipe.column_multiple}",
@@ -317,11 +323,11 @@ def _require_readable_stack(
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
-    if not recipe.stack_multiples and role == "experts" and not any(_unstack_hints(family, recipe)):
+    if not recipe.stack_multiples and role != "stacked" and not any(_unstack_hints(family, recipe)):
         return  # no layout has per-expert weights, so that quantization splits the stack
     if not recipe.stack_multiples:
         why = f"programs that read {recipe.name} require per-expert weights"
-    elif role == "stacked":
+    elif role != "experts":
         why = (
             "only transformers reads stacks, and only of shape [experts, out, in] in a "
             "module `experts`"
@@ -367,31 +373,36 @@ class _ExpertSlice:
         tensor: The weight, under its per-expert name.
         stack: The stack that contains it, ``[experts, rows, columns]``.
         expert: Index of the expert.
-        first_row: Row of the expert's matrix with which the weight begins.
+        first_row: Output feature of the expert's matrix with which the weight begins.
+        is_transposed: Whether the stack is ``[experts, columns, rows]`` instead.
     """
 
     tensor: OutputTensor
     stack: OutputTensor
     expert: int
     first_row: int
+    is_transposed: bool
 
 
 def _is_split_into_experts(tensor: OutputTensor, recipe: Recipe) -> bool:
     return len(tensor.shape) == 3 and not recipe.stack_multiples
 
 
-def _split_experts(stack: OutputTensor) -> Iterator[_ExpertSlice]:
+def _split_experts(stack: OutputTensor, role: Role) -> Iterator[_ExpertSlice]:
     """Yield the weights in a stack, with the names that llm-compressor and vLLM use."""
     module, _, name = stack.name.rpartition(".")
     layers = EXPERT_LAYERS_BY_STACK[name]
+    is_transposed = role == "transposed"
     experts, rows, columns = stack.shape
+    if is_transposed:
+        rows, columns = columns, rows
     layer_rows = rows // len(layers)
     for expert in range(experts):
         for number, layer in enumerate(layers):
             weight_name = f"{module}.{expert}.{layer}{WEIGHT}"
             shape = (layer_rows, columns)
             tensor = OutputTensor(weight_name, stack.dtype, shape, (weight_name,))
-            yield _ExpertSlice(tensor, stack, expert, number * layer_rows)
+            yield _ExpertSlice(tensor, stack, expert, number * layer_rows, is_transposed)
 
 
 # ------------------------------------------------------------------------- virtual tensors
@@ -475,8 +486,14 @@ class _QuantizedTensorBuilder:
             part = self._slices[tensor.name]
             stack = self._build_unquantized_input(part.stack)
             matrix = StridedTensor.from_entry(stack.entry).select(0, part.expert)
+            if part.is_transposed:
+                matrix = matrix.permute((1, 0))
             rows = matrix.narrow(0, part.first_row, tensor.shape[0])
-            self._inputs[key] = ComputeInput(stack.root, build_view(stack.entry, rows, key))
+            if part.is_transposed:
+                rearranged = build_rearranged_file(stack.root, rows)
+                self._inputs[key] = self._add_virtual(key, rearranged)
+            else:
+                self._inputs[key] = ComputeInput(stack.root, build_view(stack.entry, rows, key))
         elif key not in self._inputs:
             composed = self._draft.mapped[tensor.name]
             source_entry = self._entries[composed.sources[0].key]

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +255,53 @@ def test_quantized_experts_of_gpt_oss_match_llm_compressor(tmp_path: Path, schem
     )  # fmt: skip
     found, wanted = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "wanted"))
     assert any("experts.0.up_proj.weight_scale" in key for key in found)
+    assert found.keys() == wanted.keys()
+    assert not [
+        key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
+@pytest.mark.parametrize("scheme", ["fp8-channel", "int8-channel"])
+def test_split_transposed_stacks_match_llm_compressor(
+    tmp_path: Path, name: str, scheme: str
+) -> None:
+    """llm-compressor's model has linear layers with the names that are written."""
+    golden, source = Golden.read(name), tmp_path / "source"
+    shapes = {key: shape for key, (_, shape) in golden.tensors.items()}
+    save_hf(
+        source, {k: torch.zeros(s, dtype=torch.bfloat16) for k, s in shapes.items()}, golden.config
+    )
+    published: Any = {"to": "torch", "to_layout": "hf"}
+    ckptctl.convert(source, tmp_path / "published.pt", **published)
+    state: State = torch.load(tmp_path / "published.pt", weights_only=True)
+    for seed, (key, value) in enumerate(state.items()):
+        state[key] = torch.ones_like(value)
+        if ".experts." in key:
+            matrix = hard(math.prod(value.shape[:-1]), value.shape[-1], value.dtype, seed)
+            state[key] = matrix.view_as(value)
+    shutil.rmtree(source)
+    save_hf(source, state, {**golden.config, "torch_dtype": "bfloat16"})
+    dense = ["*.self_attn.*", "*.mlp.*_proj.weight", "*feed_forward.*_proj.weight"]
+    dense = [glob for glob in dense if any(fnmatchcase(key, glob) for key in state)]
+    ckptctl.convert(source, tmp_path / "out", to="hf", quantize=scheme, quantize_not=dense)
+    separate: State = {}
+    for key, value in state.items():
+        module, _, last = key.rpartition(".")
+        if not module.endswith(".experts"):
+            separate[key] = value
+            continue
+        layers = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
+        for number, expert in enumerate(value):
+            for layer, columns in zip(layers, expert.chunk(len(layers), 1), strict=True):
+                separate[f"{module}.{number}.{layer}.weight"] = columns.t().contiguous()
+    save_hf(tmp_path / "separate", separate, {**golden.config, "torch_dtype": "bfloat16"})
+    ignore = [key.removesuffix(".weight") for key in separate if ".experts." not in key]
+    load("llmcompressor").model_free_ptq(
+        tmp_path / "separate", tmp_path / "wanted", scheme=PRESETS[scheme], ignore=ignore,
+        device="cpu",
+    )  # fmt: skip
+    found, wanted = (load_file(tmp_path / one / "model.safetensors") for one in ("out", "wanted"))
     assert found.keys() == wanted.keys()
     assert not [
         key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})

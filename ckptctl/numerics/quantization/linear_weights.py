@@ -15,7 +15,7 @@ from ckptctl.numerics.quantization.recipes import WEIGHT
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor, Leaf
 
 VOCABULARY_AXIS, HIDDEN_AXIS = "v", "d"
-Role = Literal["linear", "experts", "stacked", "other"]
+Role = Literal["linear", "experts", "transposed", "stacked", "other"]
 
 FUSED_MODULES = (
     ("gate_proj", "up_proj"),
@@ -37,10 +37,11 @@ Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
 EXPERT_LAYERS_BY_STACK = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Layers of one expert that each stacked parameter concatenates along its rows.
+"""Layers of one expert that each stacked parameter concatenates along its output features.
 
-Source: ``split_fused_moe_experts`` in llm-compressor's ``entrypoints/model_free/converter.py``;
-pull request 39045 of vLLM, which reads Gemma 4's experts by these names.
+Source: ``split_fused_moe_experts`` in llm-compressor's ``entrypoints/model_free/converter.py``, and
+its ``modeling/moe/linear_experts.py`` for transposed stacks. vLLM reads these names for Gemma 4
+(pull request 39045), Llama 4 (``llama4.py``) and Qwen 3 VL (``qwen3_vl_moe.py``).
 """
 
 
@@ -66,7 +67,8 @@ class TensorRoles:
         """Return the role of the tensor *key*.
 
         Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name under
-        which transformers reads quantized stacks, otherwise ``stacked``.
+        which transformers reads quantized stacks, ``transposed`` if they are ``[experts, in, out]``
+        and have such a name, otherwise ``stacked``.
         """
         match = self._table.find_match(key)
         if match is None or not isinstance(match[0], LayoutTensor):
@@ -84,7 +86,9 @@ class TensorRoles:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
         if self._is_expert_stack(leaf):
-            is_readable = _is_readable_stack(leaf) and not self._family.experts_apart
+            if _has_stack_name(leaf, is_transposed=True):
+                return "transposed"
+            is_readable = _has_stack_name(leaf) and not self._family.experts_apart
             return "experts" if is_readable else "stacked"
         if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
             return "other"
@@ -98,15 +102,17 @@ class TensorRoles:
         return is_by_expert and leaf.dims[0][0] in self._family.expert_axes
 
 
-def _is_readable_stack(leaf: Leaf) -> bool:
-    """Return whether transformers' ``FP8Experts`` can read a stack of experts.
+def _has_stack_name(leaf: Leaf, *, is_transposed: bool = False) -> bool:
+    """Return whether *leaf* has the name and the dimensions of a stack in a module ``experts``.
 
-    The layout of the stack must be ``[experts, out, in]``.
+    transformers' ``FP8Experts`` reads ``[experts, out, in]``. If *is_transposed* is true, the
+    stack must be ``[experts, in, out]`` instead.
     """
     module, _, name = leaf.key.text.rpartition(".")
     hidden = HIDDEN_DIM_BY_STACK.get(name, 0)
     simple = all(len(group) == 1 for group in leaf.dims)
-    return simple and module.endswith(".experts") and leaf.dims[hidden] == (HIDDEN_AXIS,)
+    dim = 3 - hidden if is_transposed and hidden else hidden
+    return simple and module.endswith(".experts") and leaf.dims[dim] == (HIDDEN_AXIS,)
 
 
 def _get_layer_prefix(leaf: Leaf) -> str:
