@@ -186,7 +186,8 @@ def stacks_of(name: str) -> dict[str, tuple[str, bool]]:
     model = hf_models.build_on_meta(TINY[name](), dtype=torch.bfloat16)
     before = {key: one.shape for key, one in model.state_dict().items()}
     every = {key: roles.get_role(key, shape) for key, shape in before.items()}
-    stacks = {key: role for key, role in every.items() if role in ("experts", "stacked")}
+    kinds = ("experts", "transposed", "stacked")
+    stacks = {key: role for key, role in every.items() if role in kinds}
     try:
         finegrained_fp8.replace_with_fp8_linear(model, None, FineGrainedFP8Config())
     except (AssertionError, AttributeError):

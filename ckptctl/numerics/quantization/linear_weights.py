@@ -57,6 +57,11 @@ class TensorRoles:
         }
         groups = (group for leaf in leaves.values() for group in leaf.dims)
         self._head_axes = {group[0] for group in groups if len(group) > 1}
+        self._interleaved_modules = {
+            _get_module(leaf)
+            for leaf in leaves.values()
+            if self._is_expert_stack(leaf) and any(len(group) > 1 for group in leaf.dims)
+        }
 
     @property
     def has_stacked_experts(self) -> bool:
@@ -86,6 +91,8 @@ class TensorRoles:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
         if self._is_expert_stack(leaf):
+            if _get_module(leaf) in self._interleaved_modules:
+                return "stacked"
             if _has_stack_name(leaf, is_transposed=True):
                 return "transposed"
             is_readable = _has_stack_name(leaf) and not self._family.experts_apart
@@ -108,11 +115,14 @@ def _has_stack_name(leaf: Leaf, *, is_transposed: bool = False) -> bool:
     transformers' ``FP8Experts`` reads ``[experts, out, in]``. If *is_transposed* is true, the
     stack must be ``[experts, in, out]`` instead.
     """
-    module, _, name = leaf.key.text.rpartition(".")
-    hidden = HIDDEN_DIM_BY_STACK.get(name, 0)
+    hidden = HIDDEN_DIM_BY_STACK.get(leaf.key.text.rpartition(".")[2], 0)
     simple = all(len(group) == 1 for group in leaf.dims)
     dim = 3 - hidden if is_transposed and hidden else hidden
-    return simple and module.endswith(".experts") and leaf.dims[dim] == (HIDDEN_AXIS,)
+    return simple and _get_module(leaf).endswith(".experts") and leaf.dims[dim] == (HIDDEN_AXIS,)
+
+
+def _get_module(leaf: Leaf) -> str:
+    return leaf.key.text.rpartition(".")[0]
 
 
 def _get_layer_prefix(leaf: Leaf) -> str:

@@ -26,7 +26,7 @@ NEVER = {
 }
 ALWAYS = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "q_b_proj", "kv_b_proj"}
 APART = {"compressor", "mtp", "mtp_block"}
-STACKED = ("experts", "stacked")
+STACKED = ("experts", "transposed", "stacked")
 
 
 def roles_of(name: str, layout: str) -> dict[str, Role]:
@@ -82,9 +82,9 @@ def test_linear_roles_of_deepseek_v3_and_qwen3_next() -> None:
         ("gemma4", "hf", "experts"),
         ("qwen3_vl_moe", "hf-v5", "experts"),
         ("granitemoehybrid", "hf-v5", "experts"),
-        ("qwen3_vl_moe", "hf", "stacked"),
+        ("qwen3_vl_moe", "hf", "transposed"),
         ("granitemoehybrid", "hf", "stacked"),
-        ("llama4", "hf", "stacked"),
+        ("llama4", "hf", "transposed"),
         ("gpt_oss", "hf", "stacked"),
         ("lfm2_moe", "hf-v5", "stacked"),
         ("nemotron_h", "hf-v5", "stacked"),
