@@ -59,11 +59,15 @@ from ckptctl.conversion.recognition.model import (
     require_known_model,
 )
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, RefusedError, format_option
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, format_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.adapters import PEFT_LAYOUTS, has_adapter_factors
+from ckptctl.planner.mapping.adapters import (
+    PEFT_LAYOUTS,
+    derive_adapter_family,
+    has_adapter_factors,
+)
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.paths import parse_path
@@ -230,6 +234,7 @@ class AdapterMerge:
         linear_factors = drop_parameter_factors(self.adapter, parameters)
         self.layout = PEFT_LAYOUTS[0]
         if linear_factors.tensors or not parameters:
+            self._require_adapter_layouts(family)
             adapter = recognize_model(linear_factors, model.documents, ModelRequest(family.name))
             require_known_model(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
@@ -254,6 +259,16 @@ class AdapterMerge:
         stored = [parameter for parameter in parameters if parameter.key not in stacks]
         expert_deltas = tuple(iterate_expert_deltas(stored, model_tensors, factors))
         self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
+
+    def _require_adapter_layouts(self, family: Family) -> None:
+        """Raise if no program's names for adapters of *family* can be mapped to its layers."""
+        if not derive_adapter_family(family).layouts:
+            raise UnsupportedError(
+                f"adapters of `{family.name}` are not supported",
+                where=self.adapter.path,
+                why="it numbers two kinds of layers together, and an adapter may have any of them",
+                hint="merge it with PEFT's `merge_and_unload`",
+            )
 
     def _require_untied(self, changed_names: set[str], model: Model) -> None:
         """Raise if the merge would change only one of two tensors that are tied or share memory."""

@@ -134,7 +134,7 @@ def test_fully_saved_modules_load_in_peft_and_merge(tmp_path: Path, name: str) -
 
 
 NOT_APART = {
-    "llama3_vision": "unknown model type",
+    "llama3_vision": "adapters of `llama3_vision` are not supported",
     "nemotron_h": "can be applied in 2 ways",
     "nemotron_h.latent": "can be applied in 2 ways",
 }
