@@ -234,7 +234,13 @@ class AdapterMerge:
         linear_factors = drop_parameter_factors(self.adapter, parameters)
         self.layout = PEFT_LAYOUTS[0]
         if linear_factors.tensors or not parameters:
-            self._require_adapter_layouts(family)
+            if not derive_adapter_family(family).layouts:
+                raise UnsupportedError(
+                    f"adapters of `{family.name}` are not supported",
+                    where=self.adapter.path,
+                    why="it numbers layers of two kinds together, and adapters may have only some",
+                    hint="merge it with PEFT's `merge_and_unload`",
+                )
             adapter = recognize_model(linear_factors, model.documents, ModelRequest(family.name))
             require_known_model(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
@@ -259,16 +265,6 @@ class AdapterMerge:
         stored = [parameter for parameter in parameters if parameter.key not in stacks]
         expert_deltas = tuple(iterate_expert_deltas(stored, model_tensors, factors))
         self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
-
-    def _require_adapter_layouts(self, family: Family) -> None:
-        """Raise if no program's names for adapters of *family* can be mapped to its layers."""
-        if not derive_adapter_family(family).layouts:
-            raise UnsupportedError(
-                f"adapters of `{family.name}` are not supported",
-                where=self.adapter.path,
-                why="it numbers two kinds of layers together, and an adapter may have any of them",
-                hint="merge it with PEFT's `merge_and_unload`",
-            )
 
     def _require_untied(self, changed_names: set[str], model: Model) -> None:
         """Raise if the merge would change only one of two tensors that are tied or share memory."""
