@@ -22,7 +22,6 @@ from ckptctl import formats
 from ckptctl.adapters.adapter_files import rename_peft_modules
 from ckptctl.adapters.deltas import Delta, Deltas, UnfusedModel, match_stacked_adapter
 from ckptctl.adapters.expert_stacks import (
-    STACKED,
     ExpertSlice,
     ExpertStack,
     get_stated_shapes,
@@ -58,7 +57,7 @@ from ckptctl.formats.peft import CONFIG
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_view
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.adapters import PEFT_PREFIX, get_module_name, is_factor
+from ckptctl.planner.mapping.adapters import PEFT_PREFIX, STACKED, get_module_name, is_factor
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
-from ckptctl.adapters.expert_stacks import STACKED, count_expert_layers
+from ckptctl.adapters.expert_stacks import count_expert_layers
 from ckptctl.adapters.low_rank import (
     Factors,
     StackedFactors,
@@ -51,7 +51,7 @@ from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.layouts import HF, Family
-from ckptctl.planner.mapping.adapters import PEFT_PREFIX, list_linear_keys
+from ckptctl.planner.mapping.adapters import PEFT_PREFIX, STACKED, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.compute_device import list_compute_devices
 from ckptctl.storage.destinations import Replaceable
