@@ -41,7 +41,7 @@ The key ``""`` maps to the first positional argument.
 """
 
 Panel = Literal[
-    "Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
+    "Common", "Run", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
 ]
 """Titles of the sections in the help of a command with many options, in display order."""
 MAX_LISTED_CHOICES = 8

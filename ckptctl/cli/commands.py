@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -129,6 +129,13 @@ class RunOptions(Options):
     quiet: Quiet = False
 
 
+@dataclass(frozen=True, slots=True)
+class InPanel:
+    """Panel of the help that shows the options of a dataclass, in the type of a parameter."""
+
+    panel: Panel
+
+
 def make_quiet_option(text: str) -> Option:
     """Return the option ``--quiet`` with *text* as its help."""
     return Option(text, flags="-q --quiet", panel="Output", brief=True)
@@ -186,8 +193,8 @@ class Command:
         """List the options that the function declares, in the order of its parameters."""
         by_name = {declaration.name: declaration for declaration in list_options(self.run)}
         options = (
-            [by_name[name]] if name in by_name else list_options(hint)
-            for name, hint in get_type_hints(self.run).items()
+            [by_name[name]] if name in by_name else _list_group_options(hint)
+            for name, hint in get_type_hints(self.run, include_extras=True).items()
             if name != "return"
         )
         return tuple(
@@ -268,6 +275,22 @@ def iterate_commands(only_name: str = "") -> Iterator[Command]:
     for name in [module_of] if module_of in names else names:
         module = importlib.import_module(f"{cli.__name__}.{name}")
         yield from (value for value in vars(module).values() if isinstance(value, Command))
+
+
+def _list_group_options(hint: Any) -> Sequence[DeclaredOption]:
+    """List the options of a dataclass, in the panel that its ``Annotated`` type names, if any."""
+    panel = next((item.panel for item in get_args(hint)[1:] if isinstance(item, InPanel)), None)
+    if panel is None:
+        return list_options(hint)
+    return [
+        DeclaredOption(
+            declaration.name,
+            replace(declaration.option, panel=panel),
+            declaration.type,
+            declaration.default,
+        )
+        for declaration in list_options(get_args(hint)[0])
+    ]
 
 
 def _require_one_output_form(values: Mapping[str, object]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli.commands import RunOptions, command
+from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
@@ -13,7 +13,9 @@ from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
 from ckptctl.conversion.conversion_options import NON_CONSOLIDATION_OPTIONS, ConsolidationOptions
 from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.results import Result
+from ckptctl.runs.run_options import RunBatchOptions
 from ckptctl.shared_options import Source
+from ckptctl.storage.paths import parse_path
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
 
@@ -27,19 +29,35 @@ if TYPE_CHECKING:
     "ckptctl consolidate global_step1000 model --weights module --max-shard-size 2GB",
     "ckptctl consolidate fsdp-ranks merged --to dcp --optimizer",
     "ckptctl consolidate step-100 model --dry-run",
+    "ckptctl consolidate runs/llama models --each --keep-last 5",
     prints="ckptctl.conversion.plan:ConversionPlan | "
     "ckptctl.conversion.plan:ConversionResult, "
     "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
-    "ckptctl.verbs.consolidate_metadata:MetadataResult",
+    "ckptctl.verbs.consolidate_metadata:MetadataResult, "
+    "--each: ckptctl.verbs.run_conversion:RunConversionPlan | "
+    "ckptctl.verbs.run_conversion:RunConversionResult",
     omitted_fields=NON_CONSOLIDATION_OPTIONS,
 )
-def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
+def consolidate(
+    src: Source,
+    *,
+    options: ConsolidationOptions,
+    run: RunOptions,
+    batch: Annotated[RunBatchOptions, InPanel("Run")],
+) -> None:
     """Merge per-rank shards into one checkpoint.
 
     The source format is detected. The training framework is not required, and its classes are never
     loaded. Keys are not renamed. If tensors are missing, they are listed, and nothing is written
-    unless --allow-missing is given.
+    unless --allow-missing is given. With --each, SRC is the folder of a run, and each of its
+    checkpoints becomes a folder in DST.
     """
+    if batch.each:
+        from ckptctl.cli.run_conversion import convert_run
+
+        dst = parse_path(options.dst or "")
+        convert_run("consolidate", src, dst, options.to_conversion_options(), batch, run)
+        return
     from ckptctl.conversion.convert import plan_conversion
 
     ranks = join_ranks(run.single_process, run.json)

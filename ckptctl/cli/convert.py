@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import RunOptions, command
+from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.output import Printer, Row, StoppedError, format_by_reason, group_by_reason
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
@@ -20,6 +20,7 @@ from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
 from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.results import Result
+from ckptctl.runs.run_options import RunBatchOptions
 from ckptctl.shared_options import Destination, Source
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
@@ -40,13 +41,28 @@ T = TypeVar("T")
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
     "ckptctl convert llama-3-8b llama-3-8b-fp8 --to hf --quantize fp8-block",
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
-    prints="ckptctl.conversion.plan:ConversionPlan | ckptctl.conversion.plan:ConversionResult",
+    "ckptctl convert runs/llama runs/llama-hf --to hf --each --task 2/8 --resume",
+    prints="ckptctl.conversion.plan:ConversionPlan | ckptctl.conversion.plan:ConversionResult, "
+    "--each: ckptctl.verbs.run_conversion:RunConversionPlan | "
+    "ckptctl.verbs.run_conversion:RunConversionResult",
 )
-def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunOptions) -> None:
+def convert(
+    src: Source,
+    dst: Destination,
+    options: ConversionOptions,
+    run: RunOptions,
+    batch: Annotated[RunBatchOptions, InPanel("Run")],
+) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
-    SRC is never changed. DST is published atomically, either complete or not at all.
+    SRC is never changed. DST is published atomically, either complete or not at all. With --each,
+    SRC is the folder of a run, and each of its checkpoints is converted to a folder in DST.
     """
+    if batch.each:
+        from ckptctl.cli.run_conversion import convert_run
+
+        convert_run("convert", src, dst, options, batch, run)
+        return
     from ckptctl.conversion.convert import plan_conversion
 
     ranks = join_ranks(run.single_process, run.json)

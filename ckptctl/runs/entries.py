@@ -45,6 +45,7 @@ class RunEntry:
         shared_bytes: Bytes of files that have other hard links. Removing the entry does not free
             them.
         newest_file: Name of the file that *time* belongs to.
+        saved_bytes: Bytes of all files except those that may be added after the save.
         link: Target of a symbolic link, or an empty string.
     """
 
@@ -59,6 +60,7 @@ class RunEntry:
     shared_bytes: int = 0
     newest_file: str = ""
     link: str = ""
+    saved_bytes: int = 0
 
     @property
     def is_counted(self) -> bool:
@@ -151,6 +153,7 @@ def read_entry(item: TreePath) -> RunEntry | None:
         shared_bytes=sum(file.st_size for _, file in files if file.st_nlink > 1),
         newest_file=newest,
         link=link,
+        saved_bytes=sum(file.st_size for name, file in files if name not in ADDED_FILES),
     )
 
 

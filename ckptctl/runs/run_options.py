@@ -1,14 +1,16 @@
-"""Options of ``prune`` and of the retention policy of `CheckpointManager`."""
+"""Options that select checkpoints of a run, for ``prune``, ``--each`` and `CheckpointManager`."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError, format_option
-from ckptctl.options import Option, Options, option_group
+from ckptctl.options import Option, OptionConflict, Options, list_options, option_group
 from ckptctl.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +38,49 @@ def check_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
     for text in texts:
         BestRule.parse(text)
     return texts
+
+
+def check_steps_texts(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Check the steps, ranges and globs of ``--steps``, and split them at commas."""
+    texts = tuple(part for text in checks.check_globs(value) for part in text.split(","))
+    for text in texts:
+        parse_step_range(text)
+    return texts
+
+
+def parse_step_range(text: str) -> range | None:
+    """Parse a step, or a range of steps that includes its last step, or return None for a glob.
+
+    Raises:
+        UsageError: The text is empty, or the range contains no step.
+    """
+    if not text:
+        raise UsageError("a step is empty", hint="separate steps by single commas")
+    if not re.fullmatch(r"\d*(:\d*){0,2}", text, re.ASCII):
+        return None
+    first, *others = text.split(":")
+    last, every = (*others, "", "")[:2] if others else (first, "")
+    if every and not int(every):
+        raise UsageError(f"`{text}` selects every 0th step", hint="use at least 1")
+    steps = range(int(first or 0), int(last) + 1 if last else sys.maxsize, int(every or 1))
+    if not steps:
+        raise UsageError(f"`{text}` contains no step", why="its first step is after its last")
+    return steps
+
+
+def check_task(value: str) -> str:
+    """Return the text ``I/N`` or ``/N`` of ``--task``, or raise if it is malformed."""
+    parsed = isinstance(value, str) and re.fullmatch(r"(\d{0,9})/(\d{1,9})", value, re.ASCII)
+    if not parsed:
+        raise UsageError(
+            f"{value!r} does not have the form I/N, e.g. 2/8", hint="I counts from 1 to N"
+        )
+    number, count = parsed.groups()
+    if int(count) < 1:
+        raise UsageError(f"`{value}` has no task", why="N is the number of tasks, at least 1")
+    if number and not 1 <= int(number) <= int(count):
+        raise UsageError(f"task {int(number)} is not one of 1 to {int(count)}", where=value)
+    return value
 
 
 @option_group
@@ -116,6 +161,64 @@ class KeepOptions(Options):
             best=tuple(map(BestRule.parse, self.keep_best)),
             patterns=tuple(self.keep),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionOptions(KeepOptions):
+    """Options that select checkpoints of a run, and the part that one task processes."""
+
+    steps: Annotated[
+        str | Sequence[str],
+        Option(
+            "Process only these checkpoints: a step, a range FIRST:LAST[:EVERY] of steps that "
+            "includes LAST, or a glob of names. Repeatable.",
+            metavar="STEPS",
+            check=check_steps_texts,
+        ),
+    ] = ()
+    task: Annotated[
+        str | None,
+        Option(
+            "Process the I-th of N parts with similar sizes. /N takes I from the environment of a "
+            "Slurm array or a Kubernetes indexed job.  [default: I and N of a Slurm array, else "
+            "1/1]",
+            metavar="I/N",
+            check=check_task,
+            python="Process the I-th of N parts with similar sizes, e.g. ``2/8``. ``/8`` takes the "
+            "number from the environment of a Slurm array or a Kubernetes indexed job.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBatchOptions(SelectionOptions):
+    """Options of commands that process one checkpoint, or with ``--each`` those of a run."""
+
+    each: Annotated[
+        bool,
+        Option(
+            "Process each checkpoint of a run's folder. DST/NAME becomes the output, or DST with "
+            "{name} or {step} replaced.",
+            brief=True,
+            excludes=(
+                OptionConflict("metadata_only", "it writes no checkpoint"),
+                OptionConflict(
+                    "checksum", "outputs without checksums cannot be verified when a run is resumed"
+                ),
+            ),
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Check all values, and raise if another option is given without ``--each``."""
+        super().__post_init__()
+        for option in list_options(type(self)) if not self.each else ():
+            if getattr(self, option.name) != option.default:
+                raise UsageError(
+                    f"{format_option(option.display_name)} requires {format_option('--each')}",
+                    why="it selects checkpoints of a run",
+                    hint=f"add {format_option('--each')} to process a run",
+                )
 
 
 def _parse_optional_seconds(value: float | str | None) -> float | None:

@@ -1,0 +1,225 @@
+"""Output of commands that convert the checkpoints of a run one by one (``--each``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from ckptctl.cli import tables
+from ckptctl.cli.commands import RunOptions
+from ckptctl.cli.output import VERDICT_STYLES, Printer, Row, StoppedError
+from ckptctl.cli.progress import show_progress
+from ckptctl.cli.ranks import join_ranks
+from ckptctl.cli.tables import Column, StyledText
+from ckptctl.cli.typed_paths import format_command_line
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.errors import RefusedError, UsageError, format_option
+from ckptctl.runs.run_options import RunBatchOptions
+from ckptctl.runs.tasks import Task, find_task
+from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.tree import TreePath
+from ckptctl.units import format_bytes, format_seconds, pluralize
+
+if TYPE_CHECKING:
+    from ckptctl.storage.threads import Advance
+    from ckptctl.verbs.run_conversion import (
+        ConvertedCheckpoint,
+        PlannedCheckpoint,
+        RunConversionPlan,
+        RunConversionResult,
+    )
+
+PLAN_COLUMNS = (
+    Column("action"),
+    tables.name_column("name", keep=24),
+    tables.number_column("size"),
+    tables.prose_column("why"),
+)
+RESULT_COLUMNS = (
+    Column("status"),
+    tables.name_column("name", keep=24),
+    tables.number_column("size"),
+    tables.name_column("target"),
+    tables.prose_column("why"),
+)
+
+
+def find_printed_task(
+    batch: RunBatchOptions, output: Printer, *, single_process: bool
+) -> Task | None:
+    """Return the task of this process, after printing it if the environment determines it.
+
+    Raises:
+        UsageError: The process is one of several ranks, or the task is not determined.
+    """
+    ranks = join_ranks(single_process, output.mode == "json")
+    if ranks.world > 1:
+        raise UsageError(
+            f"{format_option('--each')} runs in a single process",
+            why="the ranks of torchrun share the work on one checkpoint",
+            hint=f"divide a run with {format_option('--task I/N')}, and pass "
+            f"{format_option('--single-process')} inside such a job",
+        )
+    task = find_task(batch.task, os.environ)
+    if task is not None and task.origin:
+        output.print_statement(f"task {task.number} of {task.count} (from {task.origin})")
+    return task
+
+
+def convert_run(
+    name: str,
+    root: TreePath,
+    dst: TreePath,
+    options: ConversionOptions,
+    batch: RunBatchOptions,
+    run: RunOptions,
+) -> None:
+    """Convert the checkpoints of a run, or show the plan, and exit with code 7 if any failed.
+
+    Args:
+        name: Name of the command.
+        root: Folder of the run.
+        dst: Destination as typed.
+        options: Options of each conversion.
+        batch: Options that select checkpoints.
+        run: Options of the execution, such as ``dry_run``.
+    """
+    from ckptctl.verbs import run_conversion as op
+
+    output = Printer(run.json, run.quiet)
+    task = find_printed_task(batch, output, single_process=run.single_process)
+    plan = op.plan_conversions(root, dst, options, batch, task)
+    _print_statements(output, plan)
+    if run.dry_run:
+        output.print_answer(
+            name,
+            plan,
+            names=(item.target for item in plan.checkpoints),
+            rows=(_make_plan_row(output, item) for item in plan.checkpoints),
+            columns=PLAN_COLUMNS,
+            human=lambda: _show_plan(output, plan),
+        )
+        output.print_hint(f"run it with `{format_command_line()}`")
+        return
+    if parse_scheme(str(dst)) == HUB_SCHEME:
+        _confirm_uploads(output, plan, dst, run.yes)
+    done: list[ConvertedCheckpoint] = []
+
+    def report(outcome: ConvertedCheckpoint) -> None:
+        done.append(outcome)
+        _print_outcome(output, outcome, is_first=len(done) == 1)
+
+    try:
+        result = op.run_conversions(plan, report, partial(_start_item, output))
+    except KeyboardInterrupt:
+        raise StoppedError(
+            "interrupted",
+            where=str(dst),
+            why=f"{len(done):,} of {pluralize(len(plan.checkpoints), 'checkpoint')} were processed",
+            hint=f"resume with `{format_command_line('--resume', without='--restart')}`",
+        ) from None
+    if output.mode == "json":
+        output.print_document(name, result)
+    elif output.mode == "human":
+        output.print_line(_format_result(result), "bold")
+    result.require_complete()
+
+
+def _start_item(
+    output: Printer, activity: str, nbytes: int
+) -> AbstractContextManager[Advance | None]:
+    return show_progress(output, activity, nbytes)
+
+
+def _print_statements(output: Printer, plan: RunConversionPlan) -> None:
+    task = f"task {plan.task}: " if plan.task else ""
+    output.print_statement(
+        f"{task}{len(plan.checkpoints):,} of {pluralize(plan.total, 'checkpoint')} · "
+        + ", ".join(f"{count:,} to {action}" for action, count in sorted(plan.counts.items()))
+        + f" · {format_bytes(plan.nbytes)} to write"
+        if plan.checkpoints
+        else f"{task}no checkpoint is in this part"
+    )
+    statements = {item.statement: item.name for item in reversed(plan.checkpoints) if item.statement}
+    for statement, first in reversed(statements.items()):
+        output.print_statement(f"{statement}" if len(statements) == 1 else f"{first}: {statement}")
+    for warning in plan.warnings:
+        output.print_warning(warning)
+    for note in plan.notes:
+        output.print_note(note)
+
+
+def _confirm_uploads(output: Printer, plan: RunConversionPlan, dst: TreePath, yes: bool) -> None:
+    """Ask the user to confirm all uploads to the Hub, if a prompt is possible.
+
+    Raises:
+        RefusedError: The user declined.
+    """
+    count = pluralize(plan.counts.get("convert", 0), "checkpoint")
+    question = f"Upload {count} ({format_bytes(plan.nbytes)}) to {dst}?"
+    if output.can_prompt and not yes and not typer.confirm(question, err=True):
+        raise RefusedError("nothing was uploaded", where=str(dst))
+
+
+def _make_plan_row(output: Printer, item: PlannedCheckpoint) -> Row:
+    nbytes = item.nbytes or item.checkpoint.entry.nbytes
+    size = format_bytes(nbytes) if output.mode == "human" else str(nbytes)
+    action = item.action.upper() if output.mode == "human" else item.action
+    style = VERDICT_STYLES[item.checkpoint.verdict]
+    reason = item.reason if item.action in ("convert", "verify") else StyledText(item.reason, style)
+    return action, item.name, size, reason
+
+
+def _show_plan(output: Printer, plan: RunConversionPlan) -> None:
+    output.print_table(
+        (_make_plan_row(output, item) for item in plan.checkpoints), PLAN_COLUMNS
+    )
+    output.print_line(f"would write {format_bytes(plan.nbytes)} to {plan.destination}", "bold")
+
+
+def _print_outcome(output: Printer, outcome: ConvertedCheckpoint, *, is_first: bool) -> None:
+    """Print one line for a checkpoint as soon as it is finished."""
+    if output.mode == "quiet" and outcome.status in ("converted", "present"):
+        output.print_line(str(outcome.planned.target))
+    elif output.mode == "plain":
+        output.header = output.header and is_first
+        output.print_table([_make_result_row(outcome)], RESULT_COLUMNS)
+    elif output.mode == "human":
+        output.print_line(" · ".join(_list_outcome_facts(outcome)))
+    if output.mode != "json":
+        output.flush_answer()
+    for warning in outcome.warnings:
+        output.print_warning(f"{outcome.name}: {warning}")
+
+
+def _make_result_row(outcome: ConvertedCheckpoint) -> Row:
+    return (
+        outcome.status,
+        outcome.name,
+        outcome.nbytes,
+        outcome.planned.target,
+        outcome.reason,
+    )
+
+
+def _list_outcome_facts(outcome: ConvertedCheckpoint) -> Iterator[str]:
+    yield f"{outcome.name}: {outcome.status}"
+    if outcome.status == "converted":
+        yield f"{format_bytes(outcome.nbytes)} in {format_seconds(outcome.seconds)}"
+    elif outcome.status == "present":
+        yield f"{format_bytes(outcome.nbytes)} verified"
+    if outcome.reason:
+        yield outcome.reason
+
+
+def _format_result(result: RunConversionResult) -> str:
+    counts = ", ".join(f"{count:,} {status}" for status, count in sorted(result.counts.items()))
+    return (
+        f"{counts or 'no checkpoint'}; {format_bytes(result.nbytes)} written in "
+        f"{format_seconds(result.seconds)}"
+    )

@@ -1,0 +1,107 @@
+"""Selection of the checkpoints of a run that a command processes one by one."""
+
+from __future__ import annotations
+
+import time as clock
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckptctl.errors import RefusedError, find_nearest, format_option, quote_names
+from ckptctl.planner.retention import decide_retention
+from ckptctl.runs.health import Checkpoint
+from ckptctl.runs.listing import read_run
+from ckptctl.runs.run_options import SelectionOptions, parse_step_range
+from ckptctl.runs.tasks import Task, divide_evenly
+from ckptctl.tree import TreePath
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Checkpoints of a run that one task processes.
+
+    Attributes:
+        root: Run folder.
+        checkpoints: Selected checkpoints of the task, by series and step, whatever their verdict.
+        total: Number of selected checkpoints of all tasks.
+        task: The task, or None if there is only one.
+    """
+
+    root: TreePath
+    checkpoints: tuple[Checkpoint, ...]
+    total: int
+    task: Task | None = None
+
+
+def select_checkpoints(
+    root: TreePath, options: SelectionOptions, task: Task | None = None, *, model: bool = True
+) -> Selection:
+    """Select the checkpoints that *options* name, and those of them that *task* processes.
+
+    Without rules, all checkpoints are selected. Rules select the complete checkpoints that ``prune``
+    would keep. Checkpoints that are not complete are always selected, because rules cannot decide
+    on them, and a command must report what it skips.
+
+    Args:
+        root: Run folder.
+        options: Rules, steps and globs.
+        task: Task whose part is selected, or None for all parts.
+        model: Whether to compare tensors with their model type.
+
+    Raises:
+        RefusedError: An option matches no checkpoint.
+    """
+    now = clock.time()
+    run = read_run(root, now, model=model)
+    selected = _select_steps(run.checkpoints, options)
+    policy = options.build_policy()
+    if not policy.is_empty:
+        policy.require_rules()
+        policy = policy.resolve_metrics_and_patterns(selected)
+        policy.require_match(selected)
+        selected = [
+            decision.checkpoint
+            for decision in decide_retention(selected, policy, now)
+            if decision.action == "keep" or not decision.checkpoint.complete
+        ]
+    part = selected
+    if task is not None:
+        # The size of an incomplete checkpoint may change until the next task computes the parts.
+        sizes = (
+            (
+                checkpoint,
+                checkpoint.name,
+                checkpoint.entry.saved_bytes if checkpoint.complete else 0,
+            )
+            for checkpoint in selected
+        )
+        part = divide_evenly(sizes, task.count)[task.number - 1]
+    return Selection(run.root, tuple(part), len(selected), task)
+
+
+def _select_steps(
+    checkpoints: tuple[Checkpoint, ...], options: SelectionOptions
+) -> list[Checkpoint]:
+    """Select the checkpoints that ``--steps`` names, or all if it is not given."""
+    if not options.steps:
+        return list(checkpoints)
+    selected: set[str] = set()
+    names = [checkpoint.name for checkpoint in checkpoints]
+    for text in options.steps:
+        steps = parse_step_range(text)
+        pattern = text.rstrip("/").rpartition("/")[2] or text
+        matching = {
+            checkpoint.name
+            for checkpoint in checkpoints
+            if (
+                fnmatchcase(checkpoint.name, pattern) if steps is None else checkpoint.step in steps
+            )
+        }
+        if not matching:
+            nearest = find_nearest(pattern, names) if steps is None else None
+            raise RefusedError(
+                f"{format_option(f'--steps {text}')} matches no checkpoint",
+                why=f"the checkpoints are {quote_names(names, 3)}",
+                hint=f"did you mean `{nearest}`?" if nearest else "correct or omit it",
+            )
+        selected |= matching
+    return [checkpoint for checkpoint in checkpoints if checkpoint.name in selected]

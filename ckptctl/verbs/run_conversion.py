@@ -1,0 +1,655 @@
+"""Conversion of the checkpoints of a run, one by one, each to a destination of its own.
+
+Nothing but the destinations and the run itself coordinates tasks. An interrupted run is repeated
+with the same command. Destinations that hold the planned output are skipped
+(:mod:`ckptctl.verbs.existing_output`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time as clock
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from ckptctl import families, formats
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.convert import plan_conversion, run_conversion
+from ckptctl.conversion.plan import ConversionPlan, ConversionResult
+from ckptctl.errors import (
+    CkptError,
+    PartialError,
+    RefusedError,
+    StorageError,
+    UsageError,
+    format_option,
+    quote_names,
+)
+from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
+from ckptctl.runs.health import Checkpoint
+from ckptctl.runs.run_options import SelectionOptions
+from ckptctl.runs.selection import Selection, select_checkpoints
+from ckptctl.runs.tasks import Task
+from ckptctl.storage.destinations import destination_exists_error
+from ckptctl.storage.outcome import describe_out_of_range
+from ckptctl.storage.paths import parse_path, resolve_links
+from ckptctl.storage.publish import UNFINISHED_MESSAGE, clean_up_if_refused, find_resumable_output
+from ckptctl.storage.threads import Advance
+from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.tree import TreePath, UrlPath
+from ckptctl.units import format_rfc3339, pluralize
+from ckptctl.verbs.existing_output import find_existing_output, find_mismatch, fingerprint_source
+from ckptctl.verdict import Verdict
+
+LOG_NAME = "ckptctl.run.jsonl"
+"""File in a local destination folder, to which each task appends a line per checkpoint."""
+NAME_FIELD, STEP_FIELD = "{name}", "{step}"
+"""Fields of a destination that are replaced by the name and the step of a checkpoint."""
+Action = Literal["convert", "verify", "skip", "fail"]
+Status = Literal["converted", "present", "skipped", "failed"]
+StartItem = Callable[[str, int], AbstractContextManager[Advance | None]]
+"""Starts the progress display of an activity for a number of bytes."""
+DRY_RUN = JsonField("whether this is a plan; if true, `checkpoints` have an `action`")
+_TASK = JsonField("task I/N whose part this is, or null for all checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCheckpoint(Result):
+    """Checkpoint of a run, and what to do with it.
+
+    Attributes:
+        statement: Summary of the conversion, without what differs between checkpoints.
+        notes: Notes on the conversion.
+    """
+
+    checkpoint: Annotated[
+        Checkpoint,
+        JsonField("name of the checkpoint", of="name"),
+        JsonField("step in its name", of="step"),
+        JsonField("path of the checkpoint", of="path", name="source"),
+        JsonField("`complete`, `damaged` or `unknown`", of="verdict"),
+        JsonField("size of the checkpoint", of="entry.nbytes", name="source_bytes"),
+    ]
+    target: Annotated[TreePath, JsonField("destination")]
+    action: Annotated[
+        Action,
+        JsonField(
+            "`convert`; `verify`, if the destination exists, to skip it if it is this conversion; "
+            "`skip`, if the checkpoint is not complete; or `fail`, if it cannot be converted"
+        ),
+    ]
+    reason: Annotated[
+        str, JsonField("why it is skipped, fails or must be verified", to=empty_to_none)
+    ] = ""
+    nbytes: Annotated[int, JsonField("size of the output", name="bytes")] = 0
+    tensors: Annotated[int, JsonField("number of tensors in the output")] = 0
+    model_type: Annotated[str | None, JsonField("[model type](models.md), or null")] = None
+    error: CkptError | None = None
+    statement: str = ""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return self.checkpoint.name
+
+
+@dataclass(frozen=True, slots=True)
+class RunConversionPlan(
+    Result, order="dry_run root destination task total to_format bytes counts checkpoints notes"
+):
+    """Plan of the conversion of a run, or of one task's part of it.
+
+    Attributes:
+        checkpoints: Checkpoints of the task, by series and step.
+    """
+
+    selection: Annotated[Selection, JsonField("folder of the run", of="root")]
+    destination: Annotated[
+        TreePath, JsonField("destination as given, or the folder of the destinations")
+    ]
+    options: Annotated[ConversionOptions, JsonField("format of the output", of="to", name="to_format")]
+    checkpoints: Annotated[
+        tuple[PlannedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
+    ]
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Always true for a plan."""
+        return True
+
+    @property
+    def task(self) -> Annotated[str | None, _TASK]:
+        """Task I/N whose part this is."""
+        return _format_task(self.selection)
+
+    @property
+    def total(self) -> Annotated[int, JsonField()]:
+        """Number of selected checkpoints of all tasks."""
+        return self.selection.total
+
+    @property
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Size of all outputs to write, if none of those to verify must be written again."""
+        return sum(item.nbytes for item in self.checkpoints if item.action == "convert")
+
+    @property
+    def counts(
+        self,
+    ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
+        """Number of checkpoints by action."""
+        return Counter(item.action for item in self.checkpoints)
+
+    @property
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """Notes on the conversions and on differences between them."""
+        return (*self.warnings, *self.notes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the conversions, without repetitions."""
+        return tuple(dict.fromkeys(note for item in self.checkpoints for note in item.notes))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about the conversions, and about checkpoints of another model."""
+        warnings: dict[str, list[str]] = {}
+        for item in self.checkpoints:
+            for warning in item.warnings:
+                warnings.setdefault(warning, []).append(item.name)
+        texts = [f"{quote_names(names)}: {text}" for text, names in warnings.items()]
+        return (*texts, *self._find_other_models())
+
+    def _find_other_models(self) -> list[str]:
+        """Describe the checkpoints whose model differs from that of most others."""
+        planned = [item for item in self.checkpoints if item.action in ("convert", "verify")]
+        models = Counter((item.model_type, item.tensors) for item in planned)
+        if len(models) < 2:
+            return []
+        (common, _), *others = models.most_common()
+        return [
+            f"{quote_names([item.name for item in planned if (item.model_type, item.tensors) == other])}"
+            f": another model than most checkpoints ({_format_model(*other)}, not "
+            f"{_format_model(*common)})"
+            for other, _ in others
+        ]
+
+
+def _format_model(model_type: str | None, tensors: int) -> str:
+    return f"{model_type or 'unknown type'} with {pluralize(tensors, 'tensor')}"
+
+
+def _format_task(selection: Selection) -> str | None:
+    return str(selection.task) if selection.task else None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedCheckpoint(Result):
+    """Outcome for one checkpoint of a run."""
+
+    planned: Annotated[
+        PlannedCheckpoint,
+        JsonField("name of the checkpoint", of="checkpoint.name"),
+        JsonField("step in its name", of="checkpoint.step"),
+        JsonField("path of the checkpoint", of="checkpoint.path", name="source"),
+        JsonField("`complete`, `damaged` or `unknown`", of="checkpoint.verdict"),
+        JsonField("destination", of="target"),
+    ]
+    status: Annotated[
+        Status,
+        JsonField(
+            "`converted`; `present`, if the destination was shown to be this conversion; "
+            "`skipped`, if the checkpoint is not complete; or `failed`"
+        ),
+    ]
+    reason: Annotated[str, JsonField("why it was skipped or failed, or null", to=empty_to_none)] = ""
+    nbytes: Annotated[int, JsonField("bytes written, or verified if present", name="bytes")] = 0
+    seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)] = 0.0
+    error: Annotated[CkptError | None, JsonField("error, or null")] = None
+    missing: Annotated[
+        int, JsonField("number of items that are missing in the output (`--allow-missing`)")
+    ] = 0
+    warnings: Annotated[tuple[str, ...], JsonField("warnings")] = ()
+    digest: str = ""
+    source_fingerprint: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint."""
+        return self.planned.name
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the destination holds the complete output."""
+        return self.status in ("converted", "present") and not self.missing
+
+
+@dataclass(frozen=True, slots=True)
+class RunConversionResult(
+    Result,
+    order="dry_run root destination task total to_format bytes seconds counts checkpoints notes",
+):
+    """Result of the conversion of a run, or of one task's part of it."""
+
+    plan: Annotated[
+        RunConversionPlan,
+        JsonField("folder of the run", of="selection.root"),
+        JsonField("destination as given", of="destination"),
+        JsonField("number of selected checkpoints of all tasks", of="selection.total"),
+        JsonField("format of the output", of="options.to", name="to_format"),
+        JsonField("notes on the conversions", of="all_notes", name="notes"),
+    ]
+    checkpoints: Annotated[
+        tuple[ConvertedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
+    ]
+    seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)]
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Always false for a result."""
+        return False
+
+    @property
+    def task(self) -> Annotated[str | None, _TASK]:
+        """Task I/N whose part this is."""
+        return _format_task(self.plan.selection)
+
+    @property
+    def nbytes(self) -> Annotated[int, JsonField("bytes written", name="bytes")]:
+        """Bytes written."""
+        return sum(item.nbytes for item in self.checkpoints if item.status == "converted")
+
+    @property
+    def counts(
+        self,
+    ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
+        """Number of checkpoints by status."""
+        return Counter(item.status for item in self.checkpoints)
+
+    def require_complete(self) -> None:
+        """Raise `PartialError` unless all checkpoints of the task were converted or present."""
+        lacking = [item for item in self.checkpoints if not item.is_success]
+        if not lacking:
+            return
+        first = lacking[0]
+        raise PartialError(
+            f"{len(lacking):,} of {pluralize(len(self.checkpoints), 'checkpoint')} "
+            f"{'was' if len(lacking) == 1 else 'were'} not converted",
+            where=quote_names([item.name for item in lacking]),
+            why=f"`{first.name}`: {first.reason}",
+            hint=(first.error.hint if first.error else None)
+            or "run the same command again when the cause is removed",
+        )
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+def plan_conversions(
+    root: str | TreePath,
+    dst: str | TreePath,
+    options: ConversionOptions,
+    selection_options: SelectionOptions,
+    task: Task | None = None,
+) -> RunConversionPlan:
+    """Plan the conversion of the checkpoints of a run, without writing anything.
+
+    Args:
+        root: Folder of the run.
+        dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
+        options: Options of each conversion.
+        selection_options: Options that select checkpoints.
+        task: Task whose part is planned, or None for all checkpoints.
+
+    Raises:
+        CkptError: The run, the options or the destination are not usable. Errors of a single
+            checkpoint are in the plan.
+    """
+    source, destination = parse_path(root), parse_path(dst)
+    formats.get_writable_format(options.to)
+    with families.use_converter_file(options.converter):
+        selection = select_checkpoints(source, selection_options, task)
+    _require_destination(selection.root, destination)
+    _require_template_for_files(destination, options)
+    targets = [_build_target(destination, item) for item in selection.checkpoints]
+    _require_different_targets(selection.checkpoints, targets)
+    planned = tuple(
+        _plan_checkpoint(checkpoint, target, options)
+        for checkpoint, target in zip(selection.checkpoints, targets, strict=True)
+    )
+    return RunConversionPlan(selection, destination, options, planned)
+
+
+def _require_destination(root: TreePath, destination: TreePath) -> None:
+    """Raise if outputs below *destination* could be mistaken for checkpoints of the run."""
+    if isinstance(destination, UrlPath) or isinstance(root, UrlPath):
+        if str(destination).rstrip("/") == str(root).rstrip("/"):
+            raise RefusedError("the destination is the run itself", where=str(destination))
+        return
+    folder = Path(_get_folder(destination)).expanduser()
+    resolved = resolve_links(folder.absolute())
+    if resolved == resolve_links(Path(root).absolute()):
+        raise RefusedError(
+            "the destination is the run itself",
+            where=str(destination),
+            hint="choose a new folder next to the run or elsewhere",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("expected a folder, found a file", where=str(destination))
+    if folder.is_dir() and (sniffed := formats.sniff_formats(folder)):
+        raise RefusedError(
+            "the destination is a checkpoint, not a folder of checkpoints",
+            where=str(destination),
+            why=", ".join(f"{name}: {evidence}" for name, evidence in sniffed.items()),
+            hint="choose another folder",
+        )
+
+
+def _require_template_for_files(destination: TreePath, options: ConversionOptions) -> None:
+    """Raise unless the destination states the suffix of outputs that are single files."""
+    if formats.get_writable_format(options.to).single_file and not _has_field(destination):
+        raise UsageError(
+            f"{format_option(f'--to {options.to}')} writes a file for each checkpoint",
+            where=str(destination),
+            hint=f"pass a destination such as `{destination}/{NAME_FIELD}.pt`",
+        )
+
+
+def _require_different_targets(
+    checkpoints: Sequence[Checkpoint], targets: Sequence[TreePath]
+) -> None:
+    """Raise if two checkpoints have the same destination."""
+    names: dict[str, str] = {}
+    for checkpoint, target in zip(checkpoints, targets, strict=True):
+        other = names.setdefault(str(target), checkpoint.name)
+        if other != checkpoint.name:
+            raise UsageError(
+                "two checkpoints have the same destination",
+                where=str(target),
+                why=f"{quote_names([other, checkpoint.name])}",
+                hint=f"use {NAME_FIELD} in the destination, or select one of them with "
+                f"{format_option('--steps')}",
+            )
+
+
+def _has_field(destination: TreePath) -> bool:
+    return any(field in str(destination) for field in (NAME_FIELD, STEP_FIELD))
+
+
+def _get_folder(destination: TreePath) -> TreePath:
+    """Return the deepest folder of *destination* that has no field."""
+    while _has_field(destination):
+        destination = destination.parent
+    return destination
+
+
+def _build_target(destination: TreePath, checkpoint: Checkpoint) -> TreePath:
+    """Return the destination of *checkpoint*, whose name loses the suffix ``.ckpt`` of a file."""
+    name = checkpoint.name.removesuffix(".ckpt") or checkpoint.name
+    if not _has_field(destination):
+        return destination / name
+    fields = {NAME_FIELD: name, STEP_FIELD: str(checkpoint.step)}
+    text = destination.url if isinstance(destination, UrlPath) else str(destination)
+    for field, value in fields.items():
+        text = text.replace(field, value)
+    if isinstance(destination, UrlPath):
+        return UrlPath(destination.tree, text)
+    return parse_path(text)
+
+
+def _plan_checkpoint(
+    checkpoint: Checkpoint, target: TreePath, options: ConversionOptions
+) -> PlannedCheckpoint:
+    """Plan the conversion of one checkpoint, whose error, if any, is in the result."""
+    if reason := _find_skip_reason(checkpoint, options):
+        return PlannedCheckpoint(checkpoint, target, "skip", reason)
+    try:
+        exists = find_existing_output(target) is not None
+        plan = _plan_probe(checkpoint, target, options) if exists else None
+        plan = plan or plan_conversion(checkpoint.path, target, options)
+    except (CkptError, OSError) as caught:
+        error = _to_error(caught, target)
+        return PlannedCheckpoint(checkpoint, target, "fail", error.summary, error=error)
+    unfinished = None if plan.upload else find_resumable_output(Path(target))
+    reason = ""
+    if exists:
+        reason = "the destination exists; it is skipped if it is this conversion"
+    elif unfinished and not (options.resume or options.restart):
+        reason = f"{UNFINISHED_MESSAGE}; pass {format_option('--resume')}"
+    return PlannedCheckpoint(
+        checkpoint,
+        target,
+        "verify" if exists else "convert",
+        reason,
+        nbytes=plan.nbytes,
+        tensors=plan.tensors,
+        model_type=plan.model_type,
+        statement=plan.statement,
+        notes=plan.notes,
+        warnings=plan.warnings,
+    )
+
+
+def _find_skip_reason(checkpoint: Checkpoint, options: ConversionOptions) -> str:
+    """Return the reason to skip a checkpoint, or an empty string if it is to be converted."""
+    is_unstable = checkpoint.writing or checkpoint.entry.is_staging
+    if checkpoint.complete or (options.allow_missing and not is_unstable):
+        return ""
+    # With a stated format, the conversion itself determines whether the checkpoint is complete.
+    if checkpoint.verdict is Verdict.UNKNOWN and options.from_format and not is_unstable:
+        return ""
+    return f"{checkpoint.state}: {checkpoint.problem}" if checkpoint.problem else checkpoint.state
+
+
+def _plan_probe(
+    checkpoint: Checkpoint, target: TreePath, options: ConversionOptions
+) -> ConversionPlan:
+    """Plan the conversion as if *target* were free, to compare an existing output with it."""
+    if not isinstance(target, UrlPath):
+        target = target.with_name(f".{target.stem}.ckptctl-planned{target.suffix}")
+    return plan_conversion(checkpoint.path, target, replace(options, resume=False, restart=False))
+
+
+def _to_error(error: CkptError | OSError, path: TreePath) -> CkptError:
+    if isinstance(error, CkptError):
+        return error
+    return StorageError.from_os_error(error, "access", error.filename or path)
+
+
+# --- execution ----------------------------------------------------------------------------------
+
+
+def run_conversions(
+    plan: RunConversionPlan,
+    report: Callable[[ConvertedCheckpoint], None],
+    start_item: StartItem,
+) -> RunConversionResult:
+    """Convert the checkpoints of *plan* one by one. A failure does not stop the others.
+
+    Args:
+        plan: Plan from :func:`plan_conversions`.
+        report: Called with the outcome of each checkpoint.
+        start_item: Starts the progress display for each checkpoint.
+    """
+    start = clock.monotonic()
+    outcomes = []
+    folder = None if isinstance(plan.destination, UrlPath) else _get_folder(plan.destination)
+    for number, planned in enumerate(plan.checkpoints, 1):
+        label = f"{planned.name} ({number} of {len(plan.checkpoints)})"
+        begin = clock.monotonic()
+        try:
+            outcome = _run_checkpoint(plan, planned, folder, label, start_item)
+        except (CkptError, OSError) as caught:
+            error = _to_error(caught, planned.target)
+            outcome = ConvertedCheckpoint(planned, "failed", error.summary, error=error)
+        outcome = replace(outcome, seconds=clock.monotonic() - begin)
+        if folder is not None and (problem := _append_to_log(Path(folder), plan, outcome)):
+            outcome = replace(outcome, warnings=(*outcome.warnings, problem))
+        outcomes.append(outcome)
+        report(outcome)
+    return RunConversionResult(plan, tuple(outcomes), clock.monotonic() - start)
+
+
+def _run_checkpoint(
+    plan: RunConversionPlan,
+    planned: PlannedCheckpoint,
+    folder: TreePath | None,
+    label: str,
+    start_item: StartItem,
+) -> ConvertedCheckpoint:
+    if planned.action == "skip":
+        return ConvertedCheckpoint(planned, "skipped", planned.reason)
+    outcome = _find_present(plan, planned, folder, label, start_item)
+    if outcome is not None:
+        return outcome
+    options, target = plan.options, planned.target
+    try:
+        if isinstance(target, UrlPath) and parse_scheme(target.url) == HUB_SCHEME:
+            from ckptctl.remote.hub_branches import create_branch  # only for the Hub
+
+            create_branch(target.url)
+        with clean_up_if_refused(target):
+            conversion = plan_conversion(planned.checkpoint.path, target, options)
+        with start_item(f"copying {label}", conversion.nbytes) as advance:
+            result = run_conversion(conversion, advance)
+    except RefusedError:
+        # Another task may have converted this checkpoint in the meantime.
+        outcome = _find_present(plan, planned, folder, label, start_item, refuse=False)
+        if outcome is None:
+            raise
+        return outcome
+    return _describe_conversion(planned, conversion, result)
+
+
+def _describe_conversion(
+    planned: PlannedCheckpoint, conversion: ConversionPlan, result: ConversionResult
+) -> ConvertedCheckpoint:
+    warnings = list(result.notes)
+    if result.out_of_range:
+        lost = describe_out_of_range(result.out_of_range)
+        warnings.append(f"elements became infinite, NaN or saturated: {lost}")
+    missing = len(result.missing)
+    return ConvertedCheckpoint(
+        planned,
+        "converted",
+        f"{pluralize(missing, 'item is', 'items are')} missing in the source" if missing else "",
+        nbytes=result.nbytes,
+        missing=missing,
+        warnings=tuple(warnings),
+        digest=conversion.plan.digest,
+        source_fingerprint=fingerprint_source(conversion),
+    )
+
+
+def _find_present(
+    plan: RunConversionPlan,
+    planned: PlannedCheckpoint,
+    folder: TreePath | None,
+    label: str,
+    start_item: StartItem,
+    *,
+    refuse: bool = True,
+) -> ConvertedCheckpoint | None:
+    """Return the outcome of a checkpoint whose destination holds its conversion, or None.
+
+    Raises:
+        RefusedError: The destination exists, but is not known to be the conversion, and may not be
+            replaced. Not raised if *refuse* is false.
+    """
+    existing = find_existing_output(planned.target)
+    if existing is None:
+        return None
+    probe = _plan_probe(planned.checkpoint, planned.target, plan.options)
+    recorded = _read_recorded_source(folder, planned) if folder is not None else None
+    mismatch = find_mismatch(
+        probe, existing, recorded, lambda nbytes: start_item(f"verifying {label}", nbytes)
+    )
+    if mismatch is None:
+        missing = len(probe.missing)
+        return ConvertedCheckpoint(
+            planned,
+            "present",
+            f"{pluralize(missing, 'item is', 'items are')} missing in the source"
+            if missing
+            else "",
+            nbytes=probe.nbytes,
+            missing=missing,
+            digest=probe.plan.digest,
+            source_fingerprint=fingerprint_source(probe),
+        )
+    if plan.options.overwrite or not refuse or isinstance(planned.target, UrlPath):
+        return None
+    error = destination_exists_error(planned.target)
+    error.what = "the destination exists, but is not known to be this conversion"
+    error.why = mismatch.why
+    raise error
+
+
+# --- log ----------------------------------------------------------------------------------------
+
+
+def _append_to_log(
+    folder: Path, plan: RunConversionPlan, outcome: ConvertedCheckpoint
+) -> str | None:
+    """Append a line about a checkpoint to the log, and return a warning if that fails.
+
+    The line is one write to a file opened for appending, so lines of concurrent tasks do not mix on
+    local file systems. Over NFS they may, so readers ignore lines that are not JSON.
+    """
+    if not folder.is_dir():
+        return None
+    line = {
+        "time": format_rfc3339(clock.time()),
+        "name": outcome.name,
+        "status": outcome.status,
+        "reason": outcome.reason or None,
+        "target": _format_relative(folder, outcome.planned.target),
+        "bytes": outcome.nbytes,
+        "seconds": round_seconds(outcome.seconds),
+        "task": plan.task,
+        "plan": outcome.digest or None,
+        "source": outcome.source_fingerprint or None,
+    }
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(folder / LOG_NAME, flags, 0o666)
+        try:
+            os.write(descriptor, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return StorageError.from_os_error(error, f"append to `{LOG_NAME}`", folder).line
+    return None
+
+
+def _read_recorded_source(folder: TreePath, planned: PlannedCheckpoint) -> str | None:
+    """Return the fingerprint of the source in the last line about a conversion to the target."""
+    try:
+        lines = (folder / LOG_NAME).read_bytes().splitlines()
+    except OSError:
+        return None
+    target = _format_relative(folder, planned.target)
+    for text in reversed(lines):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if (
+            isinstance(line, dict)
+            and (line.get("name"), line.get("status")) == (planned.name, "converted")
+            and line.get("target") == target
+        ):
+            source = line.get("source")
+            return source if isinstance(source, str) else None
+    return None
+
+
+def _format_relative(folder: TreePath, target: TreePath) -> str:
+    """Return *target* relative to *folder*, so that the folder can be moved."""
+    return str(target.relative_to(folder))
