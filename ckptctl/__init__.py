@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from ckptctl.api.reading import open as open
     from ckptctl.api.reading import report as report
     from ckptctl.api.reading import verify as verify
+    from ckptctl.api.runs import convert_run as convert_run
     from ckptctl.api.runs import latest as latest
     from ckptctl.api.runs import ls as ls
     from ckptctl.api.runs import plan_prune as plan_prune
+    from ckptctl.api.runs import plan_run_conversion as plan_run_conversion
     from ckptctl.api.runs import prune as prune
+    from ckptctl.api.runs import verify_run as verify_run
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.conversion.convert import ConversionPlan as ConversionPlan
     from ckptctl.conversion.convert import ConversionResult as ConversionResult
@@ -62,6 +65,9 @@ if TYPE_CHECKING:
     from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction as LoraExtraction
     from ckptctl.verbs.models import Models as Models
     from ckptctl.verbs.report.data import Report as Report
+    from ckptctl.verbs.run_conversion import RunConversionPlan as RunConversionPlan
+    from ckptctl.verbs.run_conversion import RunConversionResult as RunConversionResult
+    from ckptctl.verbs.run_verification import RunVerification as RunVerification
     from ckptctl.verbs.verification.verify_result import Verification as Verification
     from ckptctl.version import __version__ as __version__
 
@@ -91,7 +97,10 @@ _HOME = {
     "PruneResult": "ckptctl.runs.removal",
     "Report": "ckptctl.verbs.report.data",
     "Resumed": "ckptctl.distributed.run.manager_options",
+    "RunConversionPlan": "ckptctl.verbs.run_conversion",
+    "RunConversionResult": "ckptctl.verbs.run_conversion",
     "RunFolder": "ckptctl.runs.listing",
+    "RunVerification": "ckptctl.verbs.run_verification",
     "SaveFuture": "ckptctl.distributed.background.save_thread",
     "TensorHandle": "ckptctl.verbs.extraction.lazy",
     "Verification": "ckptctl.verbs.verification.verify_result",
@@ -100,6 +109,7 @@ _HOME = {
     "average": "ckptctl.api.conversion",
     "consolidate": "ckptctl.api.conversion",
     "convert": "ckptctl.api.conversion",
+    "convert_run": "ckptctl.api.runs",
     "diff": "ckptctl.api.reading",
     "doctor": "ckptctl.api.reading",
     "extract": "ckptctl.api.reading",
@@ -117,10 +127,12 @@ _HOME = {
     "plan_conversion": "ckptctl.api.conversion",
     "plan_merge": "ckptctl.api.conversion",
     "plan_prune": "ckptctl.api.runs",
+    "plan_run_conversion": "ckptctl.api.runs",
     "prune": "ckptctl.api.runs",
     "report": "ckptctl.api.reading",
     "save": "ckptctl.distributed.saving.save",
     "verify": "ckptctl.api.reading",
+    "verify_run": "ckptctl.api.runs",
 }
 
 __all__ = [*_HOME]

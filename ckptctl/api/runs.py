@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Annotated
+
+from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.keywords import accept_keywords
-from ckptctl.option_checks import AnyPath, check_location
+from ckptctl.option_checks import AnyPath, check_location, check_new_location
+from ckptctl.options import Option
 from ckptctl.runs import removal
 from ckptctl.runs.listing import Newest, RunFolder, find_newest_checkpoint, read_run
 from ckptctl.runs.removal import PrunePlan, PruneResult
-from ckptctl.runs.run_options import PruneOptions
+from ckptctl.runs.run_options import PruneOptions, SelectionOptions
 from ckptctl.runs.run_store import open_run_store
+from ckptctl.runs.tasks import Task, find_task
 from ckptctl.tree import TreePath
+from ckptctl.verbs import run_conversion, run_verification
+from ckptctl.verbs.run_conversion import (
+    ConvertedCheckpoint,
+    RunConversionPlan,
+    RunConversionResult,
+)
+from ckptctl.verbs.run_verification import RunVerification, VerifiedCheckpoint
+from ckptctl.verbs.verification.verify_options import VerifyOptions
+
+_REPORT = Option("Function called with the result for each checkpoint when it is finished.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunPlan(ConversionOptions, SelectionOptions):
+    """Options of a conversion and of the selection of checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunConversion(_RunPlan):
+    report: Annotated[Callable[[ConvertedCheckpoint], None] | None, _REPORT] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunVerification(VerifyOptions, SelectionOptions):
+    report: Annotated[Callable[[VerifiedCheckpoint], None] | None, _REPORT] = None
 
 
 def ls(root: AnyPath = ".") -> RunFolder:
@@ -79,3 +113,79 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
     result = removal.run_prune(plan)
     result.require_no_failures()
     return result
+
+
+@accept_keywords(_RunPlan)
+def plan_run_conversion(root: AnyPath, dst: AnyPath, options: _RunPlan) -> RunConversionPlan:
+    """Plan the conversion of each checkpoint of a training run, without writing anything.
+
+    Args:
+        root: Folder of the training run's checkpoints.
+        dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
+        options: All other arguments. Without *keep* options and *steps*, all checkpoints are
+            converted.
+
+    Raises:
+        CkptError: The run, the options or the destination are not usable. Errors of a single
+            checkpoint are in the plan.
+    """
+    return run_conversion.plan_conversions(
+        check_location(root), check_new_location(dst), options, options, _find_task(options)
+    )
+
+
+@accept_keywords(_RunConversion)
+def convert_run(root: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConversionResult:
+    """Convert each checkpoint of a training run, and publish each result atomically.
+
+    A failure does not stop the others. ``checkpoints`` of the result have a ``status``, and
+    ``require_complete()`` raises if one was not converted. A destination that is shown to hold the
+    conversion already is not written again.
+
+    Args:
+        root: Folder of the training run's checkpoints. It is never changed.
+        dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
+        options: All other arguments. Without *keep* options and *steps*, all checkpoints are
+            converted.
+
+    Raises:
+        CkptError: The run, the options or the destination are not usable. Nothing was written.
+    """
+    plan = run_conversion.plan_conversions(
+        check_location(root), check_new_location(dst), options, options, _find_task(options)
+    )
+    return run_conversion.run_conversions(
+        plan, options.report or _ignore, lambda *_: nullcontext()
+    )
+
+
+@accept_keywords(_RunVerification)
+def verify_run(root: AnyPath, options: _RunVerification) -> RunVerification:
+    """Verify each checkpoint of a training run. Damage is a finding, not an error.
+
+    Args:
+        root: Folder of the training run's checkpoints. It is never changed, except that *manifest*
+            adds a file to each checkpoint.
+        options: All other arguments. Without *keep* options and *steps*, all checkpoints are
+            verified.
+
+    Raises:
+        CkptError: The folder is missing or is not a run.
+    """
+    return run_verification.verify_checkpoints(
+        check_location(root),
+        options,
+        options,
+        _find_task(options),
+        options.report or _ignore,
+        lambda *_: nullcontext(),
+    )
+
+
+def _find_task(options: SelectionOptions) -> Task | None:
+    """Return the task that *options* select. Only ``/N`` takes its number from the environment."""
+    return find_task(options.task, os.environ) if options.task else None
+
+
+def _ignore(_: object) -> None:
+    """Do nothing."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from ckptctl.cli.ranks import join_ranks
 from ckptctl.cli.tables import Column, StyledText
 from ckptctl.cli.typed_paths import format_command_line
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.errors import RefusedError, UsageError, format_option
+from ckptctl.errors import PartialError, RefusedError, UsageError, format_option
 from ckptctl.runs.run_options import RunBatchOptions
 from ckptctl.runs.tasks import Task, find_task
 from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
@@ -26,7 +25,6 @@ from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
 if TYPE_CHECKING:
-    from ckptctl.storage.threads import Advance
     from ckptctl.verbs.run_conversion import (
         ConvertedCheckpoint,
         PlannedCheckpoint,
@@ -104,6 +102,8 @@ def convert_run(
             columns=PLAN_COLUMNS,
             human=lambda: _show_plan(output, plan),
         )
+        if plan.is_partial:
+            raise typer.Exit(PartialError.exit_code)
         output.print_hint(f"run it with `{format_command_line()}`")
         return
     if parse_scheme(str(dst)) == HUB_SCHEME:
@@ -112,10 +112,10 @@ def convert_run(
 
     def report(outcome: ConvertedCheckpoint) -> None:
         done.append(outcome)
-        _print_outcome(output, outcome, is_first=len(done) == 1)
+        _print_outcome(output, outcome)
 
     try:
-        result = op.run_conversions(plan, report, partial(_start_item, output))
+        result = op.run_conversions(plan, report, partial(show_progress, output))
     except KeyboardInterrupt:
         raise StoppedError(
             "interrupted",
@@ -128,12 +128,6 @@ def convert_run(
     elif output.mode == "human":
         output.print_line(_format_result(result), "bold")
     result.require_complete()
-
-
-def _start_item(
-    output: Printer, activity: str, nbytes: int
-) -> AbstractContextManager[Advance | None]:
-    return show_progress(output, activity, nbytes)
 
 
 def _print_statements(output: Printer, plan: RunConversionPlan) -> None:
@@ -182,13 +176,13 @@ def _show_plan(output: Printer, plan: RunConversionPlan) -> None:
     output.print_line(f"would write {format_bytes(plan.nbytes)} to {plan.destination}", "bold")
 
 
-def _print_outcome(output: Printer, outcome: ConvertedCheckpoint, *, is_first: bool) -> None:
+def _print_outcome(output: Printer, outcome: ConvertedCheckpoint) -> None:
     """Print one line for a checkpoint as soon as it is finished."""
     if output.mode == "quiet" and outcome.status in ("converted", "present"):
         output.print_line(str(outcome.planned.target))
     elif output.mode == "plain":
-        output.header = output.header and is_first
         output.print_table([_make_result_row(outcome)], RESULT_COLUMNS)
+        output.header = False
     elif output.mode == "human":
         output.print_line(" · ".join(_list_outcome_facts(outcome)))
     if output.mode != "json":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, SingleProcess, command, make_quiet_option
+from ckptctl.cli.commands import InPanel, Json, SingleProcess, command, make_quiet_option
 from ckptctl.cli.findings import group_findings
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
@@ -17,6 +17,7 @@ from ckptctl.cli.tables import MAX_SHOWN_ROWS, StyledText
 from ckptctl.cli.typed_paths import restore_typed_paths
 from ckptctl.errors import format_command as suggested
 from ckptctl.errors import quote_names
+from ckptctl.runs.run_options import RunBatchOptions
 from ckptctl.shared_options import Checkpoint
 from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.verbs.verification.verify_options import VerifyOptions
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
     "ckptctl verify step-2000 --level fast --quiet || echo not complete",
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",
-    prints="ckptctl.verbs.verification.verify_result:Verification",
+    "ckptctl verify runs/llama --each --level full",
+    prints="ckptctl.verbs.verification.verify_result:Verification, "
+    "--each: ckptctl.verbs.run_verification:RunVerification",
 )
 def verify(
     path: Checkpoint,
     options: VerifyOptions,
+    batch: Annotated[RunBatchOptions, InPanel("Run")],
     single_process: SingleProcess = False,
     json: Json = False,
     quiet: Annotated[
@@ -50,8 +54,14 @@ def verify(
     The exit code is 0 if the checkpoint is complete, 4 if there is evidence of damage, and 9 if
     neither could be determined. Warnings do not change the exit code. The comparison of data with
     checksums is reported separately. With --require-verified, data without checksums is a failure
-    (exit code 9).
+    (exit code 9). With --each, PATH is the folder of a run, and the exit code is 7 if a checkpoint
+    does not pass.
     """
+    if batch.each:
+        from ckptctl.cli.run_verification import verify_run
+
+        verify_run(path, options, batch, Printer(json, quiet), single_process=single_process)
+        return
     from ckptctl.verbs.verification import verify as op
 
     ranks = join_ranks(single_process, json)

@@ -31,6 +31,11 @@ class Selection:
     total: int
     task: Task | None = None
 
+    @property
+    def task_text(self) -> str | None:
+        """Task as ``I/N``, or None if there is only one."""
+        return str(self.task) if self.task else None
+
 
 def select_checkpoints(
     root: TreePath, options: SelectionOptions, task: Task | None = None, *, model: bool = True

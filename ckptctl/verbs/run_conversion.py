@@ -127,7 +127,7 @@ class RunConversionPlan(
     @property
     def task(self) -> Annotated[str | None, _TASK]:
         """Task I/N whose part this is."""
-        return _format_task(self.selection)
+        return self.selection.task_text
 
     @property
     def total(self) -> Annotated[int, JsonField()]:
@@ -145,6 +145,11 @@ class RunConversionPlan(
     ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
         """Number of checkpoints by action."""
         return Counter(item.action for item in self.checkpoints)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a checkpoint is skipped or cannot be converted."""
+        return any(item.action in ("skip", "fail") for item in self.checkpoints)
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
@@ -183,10 +188,6 @@ class RunConversionPlan(
 
 def _format_model(model_type: str | None, tensors: int) -> str:
     return f"{model_type or 'unknown type'} with {pluralize(tensors, 'tensor')}"
-
-
-def _format_task(selection: Selection) -> str | None:
-    return str(selection.task) if selection.task else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class RunConversionResult(
     @property
     def task(self) -> Annotated[str | None, _TASK]:
         """Task I/N whose part this is."""
-        return _format_task(self.plan.selection)
+        return self.plan.selection.task_text
 
     @property
     def nbytes(self) -> Annotated[int, JsonField("bytes written", name="bytes")]:
