@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 REPO = r"(?P<repo>(?:datasets/|spaces/)?[^/]+/[^/]+)"
 MODEL = rf"/api/(?:models/|(?=datasets/|spaces/)){REPO}"
@@ -26,6 +27,9 @@ API = re.compile(rf"{MODEL}(?:/revision/(?P<rev>[^/]+))?")
 RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<rev>[^/]+)/(?P<path>.+)")
 PREUPLOAD = re.compile(rf"{MODEL}/preupload/(?P<rev>[^/]+)")
 TREE = re.compile(rf"{MODEL}/tree/(?P<rev>[^/]+)")
+COMMITS = re.compile(rf"{MODEL}/commits/(?P<rev>[^/]+)")
+PATHS = re.compile(rf"{MODEL}/paths-info/(?P<rev>[^/]+)")
+BRANCH = re.compile(rf"{MODEL}/branch/(?P<rev>[^/]+)")
 COMMIT = re.compile(rf"{MODEL}/commit/(?P<rev>[^/]+)")
 BATCH = re.compile(rf"/{REPO}\.git/info/lfs/objects/batch")
 CDN = re.compile(r"/cdn/(?P<digest>[0-9a-f]+)")
@@ -34,24 +38,36 @@ TIME = "2026-01-02T03:04:05.000Z"
 
 @dataclass
 class Repository:
-    """One repository: its files by commit, newest last."""
+    """One repository: its files by commit, newest last.
+
+    Attributes:
+        branches: Branches other than main, with their commits.
+        times: When a commit was made, by its name.
+    """
 
     commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
     gated: bool = False
+    branches: dict[str, list[tuple[str, dict[str, bytes]]]] = field(default_factory=dict)
+    times: dict[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, bytes]:
         return self.commits[-1][1]
 
-    def commit(self, files: dict[str, bytes]) -> str:
-        name = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-        self.commits.append((name, files))
+    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+        name = hashlib.sha1(repr((branch, sorted(files.items()))).encode()).hexdigest()
+        self.log(branch).append((name, files))
+        self.times[name] = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         return name
 
+    def log(self, branch: str) -> list[tuple[str, dict[str, bytes]]]:
+        return self.commits if branch == "main" else self.branches[branch]
+
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        if revision == "main":
-            return self.commits[-1]
-        return next((one for one in self.commits if one[0] == revision), None)
+        if revision == "main" or revision in self.branches:
+            return self.log(revision)[-1]
+        logs = (self.commits, *self.branches.values())
+        return next((one for log in logs for one in log if one[0] == revision), None)
 
 
 @dataclass
@@ -126,6 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._range(self.hub.content[found["digest"]], {})
         elif found := RESOLVE.fullmatch(path):
             self._resolve(found["repo"], unquote(found["rev"]), found["path"])
+        elif found := COMMITS.fullmatch(path):
+            self._commits(found["repo"], found["rev"])
         elif found := TREE.fullmatch(path):
             self._tree(found["repo"], found["rev"])
         elif found := API.fullmatch(path):
@@ -156,8 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._preupload(json.loads(body))
         elif BATCH.fullmatch(path):
             self._batch(json.loads(body))
+        elif found := PATHS.fullmatch(path):
+            self._paths(found["repo"], unquote(found["rev"]), parse_qs(body.decode()))
+        elif found := BRANCH.fullmatch(path):
+            self._branch(found["repo"], unquote(found["rev"]), json.loads(body))
         elif found := COMMIT.fullmatch(path):
-            self._commit(found["repo"], body)
+            self._commit(found["repo"], unquote(found["rev"]), body)
         elif path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization')}/{asked['name']}"
@@ -216,6 +238,59 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [_sibling(name, data) for name, data in files.items()]
         content = {"id": repo, "modelId": repo, "sha": commit, "lastModified": TIME}
         return self._json({**content, "private": False, "tags": [], "siblings": siblings})
+
+    def _commits(self, repo: str, revision: str) -> None:
+        repository = self.hub.repositories.get(repo)
+        if not self._allowed(repository):
+            return None
+        assert repository
+        if revision != "main" and revision not in repository.branches:
+            return self._fail(404, "RevisionNotFound")
+        return self._json(
+            [
+                {
+                    "id": name,
+                    "title": "a commit",
+                    "message": "",
+                    "authors": [{"user": "org"}],
+                    "date": repository.times.get(name, TIME),
+                }
+                for name, _ in reversed(repository.log(revision))
+            ]
+        )
+
+    def _paths(self, repo: str, branch: str, asked: dict[str, list[str]]) -> None:
+        """Answer about files, each with the last commit of the branch that changed it."""
+        repository = self.hub.repositories[repo]
+        commits = repository.log(branch)
+        infos = []
+        for path in asked["paths"]:
+            data = commits[-1][1].get(path)
+            if data is None:
+                continue
+            last = next(
+                name
+                for number, (name, _) in reversed(list(enumerate(commits)))
+                if not number or commits[number - 1][1].get(path) != data
+            )
+            date = repository.times.get(last, TIME)
+            one = _sibling(path, data)
+            one |= {"type": "file", "path": one.pop("rfilename"), "oid": one.pop("blobId")}
+            infos.append({**one, "lastCommit": {"id": last, "title": "a commit", "date": date}})
+        self._json(infos)
+
+    def _branch(self, repo: str, branch: str, asked: Any) -> None:
+        repository = self.hub.repositories.get(repo)
+        if not self._allowed(repository):
+            return None
+        assert repository
+        if branch in repository.branches:
+            return self._fail(409)
+        start = repository.at(asked.get("startingPoint") or "main")
+        if start is None:
+            return self._fail(404, "RevisionNotFound")
+        repository.branches[branch] = [start]
+        return self._json({})
 
     def _tree(self, repo: str, revision: str) -> None:
         repository = self.hub.repositories.get(repo)
@@ -278,12 +353,12 @@ class _Handler(BaseHTTPRequestHandler):
             objects.append(entry)
         self._json({"transfer": "basic", "objects": objects})
 
-    def _commit(self, repo: str, body: bytes) -> None:
+    def _commit(self, repo: str, branch: str, body: bytes) -> None:
         repository = self.hub.repositories[repo]
         lines = body.decode().splitlines()
-        if json.loads(lines[0])["value"].get("parentCommit") != repository.commits[-1][0]:
+        if json.loads(lines[0])["value"].get("parentCommit") != repository.log(branch)[-1][0]:
             return self._fail(412)
-        files = dict(repository.files)
+        files = dict(repository.log(branch)[-1][1])
         for line in map(json.loads, lines):
             value = line["value"]
             if line["key"] == "file":
@@ -293,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         self.hub.order.append("commit")
-        commit = repository.commit(files)
+        commit = repository.commit(files, branch)
         if self.hub.lost:
             self.hub.lost -= 1
             return self._fail(504)

@@ -116,11 +116,11 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
 
 
 @accept_keywords(_RunPlan)
-def plan_run_conversion(root: AnyPath, dst: AnyPath, options: _RunPlan) -> RunConversionPlan:
+def plan_run_conversion(run: AnyPath, dst: AnyPath, options: _RunPlan) -> RunConversionPlan:
     """Plan the conversion of each checkpoint of a training run, without writing anything.
 
     Args:
-        root: Folder of the training run's checkpoints.
+        run: Folder of the training run's checkpoints.
         dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
         options: All other arguments. Without *keep* options and *steps*, all checkpoints are
             converted.
@@ -130,12 +130,12 @@ def plan_run_conversion(root: AnyPath, dst: AnyPath, options: _RunPlan) -> RunCo
             checkpoint are in the plan.
     """
     return run_conversion.plan_conversions(
-        check_location(root), check_new_location(dst), options, options, _find_task(options)
+        check_location(run), check_new_location(dst), options, options, _find_task(options)
     )
 
 
 @accept_keywords(_RunConversion)
-def convert_run(root: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConversionResult:
+def convert_run(run: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConversionResult:
     """Convert each checkpoint of a training run, and publish each result atomically.
 
     A failure does not stop the others. ``checkpoints`` of the result have a ``status``, and
@@ -143,7 +143,7 @@ def convert_run(root: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConv
     conversion already is not written again.
 
     Args:
-        root: Folder of the training run's checkpoints. It is never changed.
+        run: Folder of the training run's checkpoints. It is never changed.
         dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
         options: All other arguments. Without *keep* options and *steps*, all checkpoints are
             converted.
@@ -152,19 +152,17 @@ def convert_run(root: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConv
         CkptError: The run, the options or the destination are not usable. Nothing was written.
     """
     plan = run_conversion.plan_conversions(
-        check_location(root), check_new_location(dst), options, options, _find_task(options)
+        check_location(run), check_new_location(dst), options, options, _find_task(options)
     )
-    return run_conversion.run_conversions(
-        plan, options.report or _ignore, lambda *_: nullcontext()
-    )
+    return run_conversion.run_conversions(plan, options.report or _ignore, lambda *_: nullcontext())
 
 
 @accept_keywords(_RunVerification)
-def verify_run(root: AnyPath, options: _RunVerification) -> RunVerification:
+def verify_run(run: AnyPath, options: _RunVerification) -> RunVerification:
     """Verify each checkpoint of a training run. Damage is a finding, not an error.
 
     Args:
-        root: Folder of the training run's checkpoints. It is never changed, except that *manifest*
+        run: Folder of the training run's checkpoints. It is never changed, except that *manifest*
             adds a file to each checkpoint.
         options: All other arguments. Without *keep* options and *steps*, all checkpoints are
             verified.
@@ -173,7 +171,7 @@ def verify_run(root: AnyPath, options: _RunVerification) -> RunVerification:
         CkptError: The folder is missing or is not a run.
     """
     return run_verification.verify_checkpoints(
-        check_location(root),
+        check_location(run),
         options,
         options,
         _find_task(options),

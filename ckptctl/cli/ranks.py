@@ -21,6 +21,12 @@ SLOW_RANK_NOTICE_SECONDS = 10.0
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def count_ranks() -> int:
+    """Return the number of ranks of this job, according to torchrun's environment variables."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdecimal() else 1
+
+
 def join_ranks(single_process: bool, machine: bool) -> RankCollectives:
     """Join the ranks of this command, or return a group of one process.
 
@@ -32,8 +38,8 @@ def join_ranks(single_process: bool, machine: bool) -> RankCollectives:
         UsageError: The environment sets WORLD_SIZE but not how to reach the other ranks.
         StorageError: The other ranks do not respond.
     """
-    world = os.environ.get("WORLD_SIZE", "")
-    if single_process or not world.isdecimal() or int(world) < 2:
+    world = count_ranks()
+    if single_process or world < 2:
         return SingleProcess()
     missing = [name for name in TORCHRUN_VARIABLES if not os.environ.get(name)]
     if missing:

@@ -13,7 +13,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import RunOptions
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row, StoppedError
 from ckptctl.cli.progress import show_progress
-from ckptctl.cli.ranks import join_ranks
+from ckptctl.cli.ranks import count_ranks
 from ckptctl.cli.tables import Column, StyledText
 from ckptctl.cli.typed_paths import format_command_line
 from ckptctl.conversion.conversion_options import ConversionOptions
@@ -55,8 +55,7 @@ def find_printed_task(
     Raises:
         UsageError: The process is one of several ranks, or the task is not determined.
     """
-    ranks = join_ranks(single_process, output.mode == "json")
-    if ranks.world > 1:
+    if count_ranks() > 1 and not single_process:
         raise UsageError(
             f"{format_option('--each')} runs in a single process",
             why="the ranks of torchrun share the work on one checkpoint",
@@ -139,7 +138,9 @@ def _print_statements(output: Printer, plan: RunConversionPlan) -> None:
         if plan.checkpoints
         else f"{task}no checkpoint is in this part"
     )
-    statements = {item.statement: item.name for item in reversed(plan.checkpoints) if item.statement}
+    statements = {
+        item.statement: item.name for item in reversed(plan.checkpoints) if item.statement
+    }
     for statement, first in reversed(statements.items()):
         output.print_statement(f"{statement}" if len(statements) == 1 else f"{first}: {statement}")
     for warning in plan.warnings:
@@ -170,9 +171,7 @@ def _make_plan_row(output: Printer, item: PlannedCheckpoint) -> Row:
 
 
 def _show_plan(output: Printer, plan: RunConversionPlan) -> None:
-    output.print_table(
-        (_make_plan_row(output, item) for item in plan.checkpoints), PLAN_COLUMNS
-    )
+    output.print_table((_make_plan_row(output, item) for item in plan.checkpoints), PLAN_COLUMNS)
     output.print_line(f"would write {format_bytes(plan.nbytes)} to {plan.destination}", "bold")
 
 

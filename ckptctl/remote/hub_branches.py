@@ -35,14 +35,19 @@ def create_branch(url: str) -> bool:
     return True
 
 
-def read_commit_time_ns(url: str) -> int:
-    """Return the time of the newest commit of the branch that *url* names, in nanoseconds."""
+def read_commit_time_ns(url: str, name: str) -> int:
+    """Return the time of the last commit that changed the file *name* in the folder *url*.
+
+    The time is in nanoseconds since the epoch, or 0 if it is unknown.
+    """
     hub_url = parse_hub_url(url)
-    with translate_hub_errors(url, "list the commits", LOGIN_HINT):
-        commits = _open_api().list_repo_commits(
-            **_locate_repository(hub_url), revision=hub_url.revision
+    path = "/".join(filter(None, (hub_url.path, name)))
+    with translate_hub_errors(url, f"read the time of `{name}`", LOGIN_HINT):
+        found = _open_api().get_paths_info(
+            **_locate_repository(hub_url), paths=[path], revision=hub_url.revision, expand=True
         )
-        return int(commits[0].created_at.timestamp() * 1e9)
+        commit = found[0].last_commit if found else None
+        return int(commit.date.timestamp() * 1e9) if commit else 0
 
 
 def _open_api() -> Any:

@@ -56,7 +56,7 @@ def find_existing_output(target: TreePath) -> TreePath | None:
     if not isinstance(target, UrlPath):
         is_free = not os.path.lexists(target) or is_empty_folder(Path(target))
         return None if is_free else target
-    target.tree.refresh_entries(target.url)
+    target.tree.forget_url(target.url)
     try:
         resolved = resolve_source_path(target)
         folders = (resolved, *(item for item in resolved.iterdir() if item.is_dir()))
@@ -174,7 +174,7 @@ def _read_time_ns(existing: TreePath, name: str) -> int:
     if isinstance(existing, UrlPath) and parse_scheme(existing.url) == HUB_SCHEME:
         from ckptctl.remote.hub_branches import read_commit_time_ns  # only for the Hub
 
-        return read_commit_time_ns(existing.url)
+        return read_commit_time_ns(existing.url, name)
     return (existing / name).stat().st_mtime_ns
 
 

@@ -12,7 +12,7 @@ import os
 import time as clock
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,14 +35,19 @@ from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.run_options import SelectionOptions
 from ckptctl.runs.selection import Selection, select_checkpoints
 from ckptctl.runs.tasks import Task
-from ckptctl.storage.destinations import destination_exists_error
+from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
 from ckptctl.storage.paths import parse_path, resolve_links
-from ckptctl.storage.publish import UNFINISHED_MESSAGE, clean_up_if_refused, find_resumable_output
+from ckptctl.storage.publish import (
+    UNFINISHED_MESSAGE,
+    clean_up_if_refused,
+    find_resumable_output,
+    remove_stale_staging,
+)
 from ckptctl.storage.threads import Advance
 from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 from ckptctl.tree import TreePath, UrlPath
-from ckptctl.units import format_rfc3339, pluralize
+from ckptctl.units import format_bytes, format_rfc3339, pluralize
 from ckptctl.verbs.existing_output import find_existing_output, find_mismatch, fingerprint_source
 from ckptctl.verdict import Verdict
 
@@ -88,6 +93,7 @@ class PlannedCheckpoint(Result):
     ] = ""
     nbytes: Annotated[int, JsonField("size of the output", name="bytes")] = 0
     tensors: Annotated[int, JsonField("number of tensors in the output")] = 0
+    tensor_bytes: Annotated[int, JsonField("size of these tensors")] = 0
     model_type: Annotated[str | None, JsonField("[model type](models.md), or null")] = None
     error: CkptError | None = None
     statement: str = ""
@@ -98,6 +104,12 @@ class PlannedCheckpoint(Result):
     def name(self) -> str:
         """Name of the checkpoint."""
         return self.checkpoint.name
+
+    @property
+    def model(self) -> str:
+        """Model type and sizes, which all checkpoints of a run usually share."""
+        tensors = f"{pluralize(self.tensors, 'tensor')}, {format_bytes(self.tensor_bytes)}"
+        return f"{self.model_type or 'unknown model type'}: {tensors}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +126,9 @@ class RunConversionPlan(
     destination: Annotated[
         TreePath, JsonField("destination as given, or the folder of the destinations")
     ]
-    options: Annotated[ConversionOptions, JsonField("format of the output", of="to", name="to_format")]
+    options: Annotated[
+        ConversionOptions, JsonField("format of the output", of="to", name="to_format")
+    ]
     checkpoints: Annotated[
         tuple[PlannedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
     ]
@@ -174,20 +188,15 @@ class RunConversionPlan(
     def _find_other_models(self) -> list[str]:
         """Describe the checkpoints whose model differs from that of most others."""
         planned = [item for item in self.checkpoints if item.action in ("convert", "verify")]
-        models = Counter((item.model_type, item.tensors) for item in planned)
-        if len(models) < 2:
-            return []
-        (common, _), *others = models.most_common()
+        names: dict[str, list[str]] = {}
+        for item in planned:
+            names.setdefault(item.model, []).append(item.name)
+        common, *others = sorted(names, key=lambda model: len(names[model]), reverse=True) or [""]
         return [
-            f"{quote_names([item.name for item in planned if (item.model_type, item.tensors) == other])}"
-            f": another model than most checkpoints ({_format_model(*other)}, not "
-            f"{_format_model(*common)})"
-            for other, _ in others
+            f"{quote_names(names[other])}: another model than most checkpoints ({other}, not "
+            f"{common})"
+            for other in others
         ]
-
-
-def _format_model(model_type: str | None, tensors: int) -> str:
-    return f"{model_type or 'unknown type'} with {pluralize(tensors, 'tensor')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +218,9 @@ class ConvertedCheckpoint(Result):
             "`skipped`, if the checkpoint is not complete; or `failed`"
         ),
     ]
-    reason: Annotated[str, JsonField("why it was skipped or failed, or null", to=empty_to_none)] = ""
+    reason: Annotated[str, JsonField("why it was skipped or failed, or null", to=empty_to_none)] = (
+        ""
+    )
     nbytes: Annotated[int, JsonField("bytes written, or verified if present", name="bytes")] = 0
     seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)] = 0.0
     error: Annotated[CkptError | None, JsonField("error, or null")] = None
@@ -278,10 +289,12 @@ class RunConversionResult(
         lacking = [item for item in self.checkpoints if not item.is_success]
         if not lacking:
             return
-        first = lacking[0]
+        first, is_one = lacking[0], len(lacking) == 1
+        outcome = "was not converted" if is_one else "were not converted"
+        if all(item.status in ("converted", "present") for item in lacking):
+            outcome = "is incomplete" if is_one else "are incomplete"
         raise PartialError(
-            f"{len(lacking):,} of {pluralize(len(self.checkpoints), 'checkpoint')} "
-            f"{'was' if len(lacking) == 1 else 'were'} not converted",
+            f"{len(lacking):,} of {pluralize(len(self.checkpoints), 'checkpoint')} {outcome}",
             where=quote_names([item.name for item in lacking]),
             why=f"`{first.name}`: {first.reason}",
             hint=(first.error.hint if first.error else None)
@@ -430,6 +443,7 @@ def _plan_checkpoint(
         reason,
         nbytes=plan.nbytes,
         tensors=plan.tensors,
+        tensor_bytes=sum(tensor.nbytes for tensor in plan.output),
         model_type=plan.model_type,
         statement=plan.statement,
         notes=plan.notes,
@@ -572,6 +586,7 @@ def _find_present(
         probe, existing, recorded, lambda nbytes: start_item(f"verifying {label}", nbytes)
     )
     if mismatch is None:
+        _remove_leftovers(planned.target)
         missing = len(probe.missing)
         return ConvertedCheckpoint(
             planned,
@@ -590,6 +605,13 @@ def _find_present(
     error.what = "the destination exists, but is not known to be this conversion"
     error.why = mismatch.why
     raise error
+
+
+def _remove_leftovers(target: TreePath) -> None:
+    """Remove the staging directory of a run that was killed after it published *target*."""
+    if not isinstance(target, UrlPath):
+        with suppress(CkptError):
+            remove_stale_staging(resolve_destination(Path(target)))
 
 
 # --- log ----------------------------------------------------------------------------------------

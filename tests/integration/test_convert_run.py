@@ -1,0 +1,606 @@
+"""``convert``, ``consolidate`` and ``verify`` with ``--each``: the checkpoints of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl.errors import PartialError, RefusedError, UsageError
+from tests.checkpoints import save_hf, tiny_llama
+from tests.hub_server import Hub
+from tests.program import run_program
+from tests.runs import START, age, tear
+
+STEPS = (100, 200, 300, 400, 1000)
+LOG = "ckptctl.run.jsonl"
+of_the_client = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TINY = Path("tests/data/tiny-llama3-hf").absolute()
+
+
+def make_run(folder: Path, steps: tuple[int, ...] = STEPS, **sizes: int) -> Path:
+    """Write a run with other weights at each step, saved by safetensors."""
+    generator = torch.Generator().manual_seed(0)
+    state, config = tiny_llama("llama3", **sizes)
+    for step in steps:
+        moved = {
+            name: (tensor.float() + torch.randn(tensor.shape, generator=generator)).bfloat16()
+            for name, tensor in state.items()
+        }
+        save_hf(folder / f"step-{step}", moved, config)
+        (folder / f"step-{step}" / "tokenizer.json").write_text('{"model": {}}')
+    time.sleep(0.01)  # file times advance every few milliseconds
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file below *folder*, except the log."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != LOG
+    }
+
+
+def identities(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and modification time of each file, which change if it is written again."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOG)
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+def convert_alone(run: Path, folder: Path, **options: Any) -> dict[str, str]:
+    """Convert each checkpoint by itself, and return the digests of the outputs."""
+    for path in run.iterdir():
+        ckptctl.convert(path, folder / path.name, **options)
+    return digests(folder)
+
+
+def statuses(result: ckptctl.RunConversionResult) -> dict[str, str]:
+    return {item.name: item.status for item in result.checkpoints}
+
+
+def log_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"to": "dcp"},
+        {"to": "meta", "mp": 2},
+        {"to": "hf", "dtype": "fp32", "verify": True},
+        {"to": "mcore"},
+        {"to": "hf", "quantize": "fp8-channel"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_outputs_equal_single_conversions_and_are_not_written_twice(
+    tmp_path: Path, run: Path, options: dict[str, Any]
+) -> None:
+    expected, before = convert_alone(run, tmp_path / "alone", **options), digests(run)
+    result = ckptctl.convert_run(run, tmp_path / "out", **options)
+    assert set(statuses(result).values()) == {"converted"}
+    assert digests(tmp_path / "out") == expected
+    written = identities(tmp_path / "out")
+    again = ckptctl.convert_run(run, tmp_path / "out", **options)
+    assert set(statuses(again).values()) == {"present"}, again.checkpoints
+    assert identities(tmp_path / "out") == written and digests(run) == before
+    assert [line["status"] for line in log_lines(tmp_path / "out")] == [
+        *["converted"] * len(STEPS),
+        *["present"] * len(STEPS),
+    ]
+
+
+def test_outputs_of_single_conversions_are_present(tmp_path: Path, run: Path) -> None:
+    convert_alone(run, tmp_path / "out", to="dcp")
+    assert set(statuses(ckptctl.convert_run(run, tmp_path / "out", to="dcp")).values()) == {
+        "present"
+    }
+
+
+def flip_byte(path: Path, position: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    status = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def swap_source(run: Path) -> None:
+    """Replace a checkpoint by another one of the same size and times."""
+    old, new = run / "step-200", run / "new"
+    make_run(new, (7, 200))
+    for path in old.iterdir():
+        shutil.copystat(path, new / "step-200" / path.name)
+    shutil.rmtree(old)
+    (new / "step-200").rename(old)
+    shutil.rmtree(new)
+
+
+def swap_older_source(run: Path) -> None:
+    """Replace a checkpoint by one whose files are older than all outputs."""
+    shutil.rmtree(run / "step-200")
+    (run.parent / "older" / "step-200").rename(run / "step-200")
+
+
+DAMAGES: Mapping[str, Callable[[Path, Path], object]] = {
+    "tensor": lambda _, out: flip_byte(next(out.glob("*.safetensors"))),
+    "config": lambda _, out: flip_byte(out / "config.json", 5),
+    "tokenizer": lambda _, out: flip_byte(out / "tokenizer.json", 5),
+    "cut": lambda _, out: os.truncate(next(out.glob("*.safetensors")), 1000),
+    "no tokenizer": lambda _, out: (out / "tokenizer.json").unlink(),
+    "no manifest": lambda _, out: (out / "ckptctl.manifest.json").unlink(),
+    "other manifest": lambda _, out: shutil.copy(
+        out.parent / "step-300/ckptctl.manifest.json", out
+    ),
+    "other checkpoint": lambda _, out: (
+        shutil.rmtree(out),
+        shutil.copytree(out.parent / "step-300", out),
+    ),
+    "source byte": lambda run, _: flip_byte(run / "step-200/model.safetensors"),
+    "source swapped": lambda run, _: swap_source(run),
+    "older source": lambda run, _: swap_older_source(run),
+    "older source, no log": lambda run, out: (
+        swap_older_source(run),
+        (out.parent / LOG).unlink(),
+    ),
+    "copy of a stale output": lambda run, out: (
+        flip_byte(run / "step-200/model.safetensors"),
+        [os.utime(path) for path in out.iterdir()],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_output_is_present_only_if_it_is_shown_to_be(tmp_path: Path, damage: str) -> None:
+    make_run(tmp_path / "older", (5, 200))
+    run = make_run(tmp_path / "run", (100, 200, 300))
+    out = tmp_path / "out"
+    ckptctl.convert_run(run, out, to="hf")
+    time.sleep(0.01)
+    DAMAGES[damage](run, out / "step-200")
+    before, written = digests(out), identities(out)
+    result = ckptctl.convert_run(run, out, to="hf")
+    expected = dict.fromkeys(("step-100", "step-200", "step-300"), "present")
+    assert statuses(result) == {**expected, "step-200": "failed"}
+    (failed,) = (item for item in result.checkpoints if item.status == "failed")
+    assert isinstance(failed.error, RefusedError) and "overwrite=True" in str(failed.error.hint)
+    assert (digests(out), identities(out)) == (before, written), "nothing is replaced"
+    with pytest.raises(PartialError, match="1 of 3 checkpoints was not converted"):
+        result.require_complete()
+    result = ckptctl.convert_run(run, out, to="hf", overwrite=True)
+    assert statuses(result) == {**expected, "step-200": "converted"}
+    assert digests(out) == convert_alone(run, tmp_path / "alone", to="hf")
+    assert statuses(ckptctl.convert_run(run, out, to="hf")) == expected
+
+
+def test_conversion_with_other_options_is_not_present(tmp_path: Path, run: Path) -> None:
+    ckptctl.convert_run(run, tmp_path / "out", to="hf", steps="100")
+    for options in ({"to": "hf", "dtype": "fp32"}, {"to": "dcp"}, {"to": "hf", "exclude": "lm*"}):
+        result = ckptctl.convert_run(run, tmp_path / "out", steps="100", **options)  # type: ignore[arg-type]
+        assert statuses(result) == {"step-100": "failed"}, options
+
+
+def test_folder_of_other_files_is_never_replaced(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "out" / "step-100").mkdir(parents=True)
+    (tmp_path / "out" / "step-100" / "notes.txt").write_text("mine")
+    result = ckptctl.convert_run(run, tmp_path / "out", to="hf", overwrite=True)
+    assert statuses(result)["step-100"] == "failed"
+    assert (tmp_path / "out" / "step-100" / "notes.txt").read_text() == "mine"
+
+
+# Selection
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, STEPS),
+        ({"steps": "100:300"}, (100, 200, 300)),
+        ({"steps": "200:1000:400"}, (200, 1000)),
+        ({"steps": ["::200"]}, (200, 400, 1000)),
+        ({"steps": "400:"}, (400, 1000)),
+        ({"steps": ["100,1000"]}, (100, 1000)),
+        ({"steps": ["step-1*", "300"]}, (100, 300, 1000)),
+        ({"steps": "run/step-100/"}, (100,)),
+        ({"keep_last": 2}, (400, 1000)),
+        ({"keep_every": 200}, (200, 400, 1000)),
+        ({"keep": "step-3*"}, (300, 1000)),
+        ({"keep_last": 1, "steps": ":300"}, (300,)),
+    ],
+    ids=str,
+)
+def test_options_select_checkpoints(
+    tmp_path: Path, run: Path, options: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    plan = ckptctl.plan_run_conversion(run, tmp_path / "out", to="hf", **options)
+    assert [item.checkpoint.step for item in plan.checkpoints] == list(steps)
+    if "steps" not in options and options:
+        kept = ckptctl.plan_prune(run, **options).list_decisions("keep")
+        assert [decision.checkpoint.step for decision in kept] == list(steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": "500"}, "matches no checkpoint"),
+        ({"steps": "epoch*"}, "matches no checkpoint"),
+        ({"steps": "300:100"}, "contains no step"),
+        ({"steps": "1:2:0"}, "every 0th"),
+        ({"steps": "100,"}, "is empty"),
+        ({"keep": "x*"}, "keeps nothing"),
+        ({"keep_last": 0}, "keeps nothing"),
+        ({"task": "3/2"}, "not one of 1 to 2"),
+        ({"task": "0/2"}, "not one of 1 to 2"),
+        ({"task": "1/0"}, "no task"),
+        ({"task": "2"}, "form I/N"),
+        ({"task": "1/2/3"}, "form I/N"),
+        ({"task": "-1/2"}, "form I/N"),
+        ({"task": "/2"}, "number of this task is unknown"),
+    ],
+    ids=str,
+)
+def test_wrong_selection_is_an_error(
+    tmp_path: Path, run: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UsageError, RefusedError), match=message):
+        ckptctl.convert_run(run, tmp_path / "out", to="hf", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_incomplete_checkpoints_are_skipped_with_exit_code_7(tmp_path: Path, run: Path) -> None:
+    tear(run / "step-200")
+    (run / "step-600").mkdir()  # empty
+    (run / "step-700").mkdir()
+    (run / "step-700" / "model.safetensors").write_bytes(b"not a checkpoint at all" * 100)
+    (run / ".step-800.ckptctl-staging").mkdir()
+    os.utime(run / ".step-800.ckptctl-staging", (1, 1))
+    (run / "logs").mkdir()
+    shutil.copytree(run / "step-100", run / "step-900")  # copied without its configuration
+    (run / "step-900" / "config.json").unlink()
+    outside = shutil.copytree(run / "step-300", tmp_path / "elsewhere")
+    (run / "step-1200").symlink_to(outside)
+    found = run_program(["convert", run, tmp_path / "out", "--to", "dcp", "--each", "--json"])
+    assert found.returncode == 7, found.stderr
+    document = json.loads(found.stdout)
+    assert json.loads(found.stderr)["error"]["exit_code"] == 7
+    by_name = {item["name"]: item for item in document["checkpoints"]}
+    skipped = {name for name, item in by_name.items() if item["status"] == "skipped"}
+    assert skipped == {"step-200", "step-600", "step-700", ".step-800.ckptctl-staging"}
+    assert all(by_name[name]["reason"] for name in skipped)
+    converted = {name for name, item in by_name.items() if item["status"] == "converted"}
+    assert converted == {f"step-{step}" for step in (100, 300, 400, 900, 1000, 1200)}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*converted, LOG}
+    dry = run_program(["convert", run, tmp_path / "no", "--to", "dcp", "--each", "--dry-run"])
+    assert dry.returncode == 7 and not (tmp_path / "no").exists()
+    assert "skip\tstep-200\t" in dry.stdout
+
+
+def test_allow_missing_converts_damaged_checkpoints(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", (100, 200))
+    ckptctl.convert(run / "step-100", run / "step-300", to="hf", max_shard_size="60KB")
+    next((run / "step-300").glob("*2-of*")).unlink()
+    age(run / "step-300", START)  # else it counts as being written
+    result = ckptctl.convert_run(run, tmp_path / "out", to="hf", allow_missing=True)
+    assert set(statuses(result).values()) == {"converted"}
+    assert result.checkpoints[-1].missing
+    with pytest.raises(PartialError, match="1 of 3 checkpoints is incomplete"):
+        result.require_complete()
+    again = ckptctl.convert_run(run, tmp_path / "out", to="hf", allow_missing=True)
+    assert again.checkpoints[-1].missing and not again.checkpoints[-1].is_success
+
+
+def test_error_of_one_checkpoint_does_not_stop_others(tmp_path: Path, run: Path) -> None:
+    state = load_file(run / "step-200" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = torch.full_like(state[name], 60_000.0) * 2  # infinite in fp16
+    save_hf(run / "step-200", state, json.loads((run / "step-200/config.json").read_text()))
+    result = ckptctl.convert_run(run, tmp_path / "out", to="hf", dtype="fp16")
+    assert statuses(result) == {
+        **dict.fromkeys((f"step-{step}" for step in STEPS), "converted"),
+        "step-200": "failed",
+    }
+    assert not (tmp_path / "out" / "step-200").exists()
+
+
+def test_checkpoint_of_another_model_is_reported(tmp_path: Path, run: Path) -> None:
+    save_hf(run / "step-250", *tiny_llama("llama3", layers=3))
+    save_hf(run / "step-260", *tiny_llama("llama3", vocab=256))
+    plan = ckptctl.plan_run_conversion(run, tmp_path / "out", to="dcp")
+    assert [warning.partition(":")[0] for warning in plan.warnings] == ["`step-250`", "`step-260`"]
+    assert all("another model than most checkpoints" in warning for warning in plan.warnings)
+    result = ckptctl.convert_run(run, tmp_path / "out", to="dcp")
+    assert set(statuses(result).values()) == {"converted"}
+
+
+def test_wrong_paths_are_errors(tmp_path: Path, run: Path) -> None:
+    def fail(code: int, message: str, *words: object) -> None:
+        found = run_program(["convert", *words, "--to", "hf", "--each"])
+        assert found.returncode == code and message in found.stderr, found.stderr
+
+    fail(3, "this is a checkpoint, not a folder of checkpoints", run / "step-100", tmp_path / "o")
+    fail(3, "no such directory", tmp_path / "nothing", tmp_path / "o")
+    fail(6, "the destination is the run itself", run, run)
+    fail(6, "the destination is the run itself", run, f"{run}/{{name}}")
+    fail(6, "the destination is a checkpoint", run, run / "step-100")
+    (tmp_path / "file").write_text("x")
+    fail(2, "found a file", run, tmp_path / "file")
+    save_hf(run / "global_step100", *tiny_llama())
+    fail(2, "two checkpoints have the same destination", run, f"{tmp_path}/o/{{step}}")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "1/2"], "`--task` requires `--each`"),
+        (["--steps", "100"], "`--steps` requires `--each`"),
+        (["--keep-last", "2"], "`--keep-last` requires `--each`"),
+        (["--each", "--no-checksum"], "`--each` conflicts with `--no-checksum`"),
+        (["--each", "--to", "torch"], "writes a file for each checkpoint"),
+        (["--each", "--resume", "--restart"], "`--resume` conflicts with `--restart`"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_errors(
+    tmp_path: Path, run: Path, words: list[str], message: str
+) -> None:
+    to = [] if "--to" in words else ["--to", "hf"]
+    found = run_program(["convert", run, tmp_path / "out", *to, *words])
+    assert found.returncode == 2 and message in found.stderr, found.stderr
+
+
+def test_several_ranks_are_refused(tmp_path: Path, run: Path) -> None:
+    words = [run, tmp_path / "out", "--to", "hf", "--each"]
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    found = run_program(["convert", *words], **ranks)
+    assert found.returncode == 2 and "single process" in found.stderr
+    assert run_program(["convert", *words, "--single-process"], **ranks).returncode == 0
+
+
+# Names
+
+
+def test_fields_of_destination_are_replaced(tmp_path: Path, run: Path) -> None:
+    ckptctl.convert_run(run, f"{tmp_path}/pt/{{name}}.pt", to="torch", steps=":200")
+    names = sorted(path.name for path in (tmp_path / "pt").iterdir())
+    assert names == [LOG, "step-100.pt", "step-200.pt"]
+    ckptctl.convert_run(run, f"{tmp_path}/s/model-{{step}}/hf", to="hf", steps="100")
+    assert (tmp_path / "s" / "model-100" / "hf" / "config.json").exists()
+    again = ckptctl.convert_run(run, f"{tmp_path}/pt/{{name}}.pt", to="torch", steps="100")
+    assert statuses(again) == {"step-100": "failed"}, "a file has no manifest"
+
+
+def test_lightning_files_lose_their_suffix(tmp_path: Path) -> None:
+    state, _ = tiny_llama()
+    run = tmp_path / "run"
+    run.mkdir()
+    for epoch in (0, 1):
+        content = {"state_dict": state, "global_step": 10, "pytorch-lightning_version": "2.6.6"}
+        torch.save(content, run / f"epoch={epoch}-step={10 * (epoch + 1)}.ckpt")
+    result = ckptctl.convert_run(run, tmp_path / "out", to="hf", assets=TINY, trust_assets=True)
+    assert set(statuses(result)) == {"epoch=0-step=10.ckpt", "epoch=1-step=20.ckpt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} - {LOG} <= {
+        "epoch=0-step=10",
+        "epoch=1-step=20",
+    }
+
+
+# Tasks
+
+
+def test_union_of_tasks_equals_one_run(tmp_path: Path, run: Path) -> None:
+    expected = convert_alone(run, tmp_path / "alone", to="dcp")
+    for count in (1, 2, 3, 7):
+        out = tmp_path / f"out-{count}"
+        order = random.Random(count).sample(range(1, count + 1), count)
+        done = [
+            name
+            for number in order
+            for name in statuses(ckptctl.convert_run(run, out, to="dcp", task=f"{number}/{count}"))
+        ]
+        assert sorted(done) == sorted(f"step-{step}" for step in STEPS), "each in one task"
+        assert digests(out) == expected
+
+
+def test_slurm_array_divides_run(tmp_path: Path, run: Path) -> None:
+    words = ["convert", run, tmp_path / "out", "--to", "dcp", "--each", "--json"]
+    array = {
+        "SLURM_ARRAY_TASK_MIN": "0",
+        "SLURM_ARRAY_TASK_MAX": "20",
+        "SLURM_ARRAY_TASK_STEP": "10",
+        "SLURM_ARRAY_TASK_COUNT": "3",
+    }
+    names: list[str] = []
+    for task in ("20", "0", "10"):
+        found = run_program(words, SLURM_ARRAY_TASK_ID=task, **array)
+        assert found.returncode == 0, found.stderr
+        names += [item["name"] for item in json.loads(found.stdout)["checkpoints"]]
+    assert sorted(names) == sorted(f"step-{step}" for step in STEPS)
+    assert digests(tmp_path / "out") == convert_alone(run, tmp_path / "alone", to="dcp")
+    # The environment of a job applies to the command line only.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_ARRAY_TASK_ID", "0")
+        assert len(ckptctl.verify_run(run).checkpoints) == len(STEPS)
+
+
+def program(words: list[object]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ckptctl", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_killed_tasks_may_be_repeated_in_any_order(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", hidden=256, vocab=4096, ffn=512)
+    expected = convert_alone(run, tmp_path / "alone", to="dcp")
+    out, rng, before = tmp_path / "out", random.Random(0), digests(run)
+    killed, published = 0, set()
+    for trial in range(12):
+        task = f"{rng.randint(1, 3)}/3"
+        process = program(
+            ["convert", run, out, "--to", "dcp", "--each", "--resume", "--task", task]
+        )
+        if trial % 2:  # as soon as it writes
+            while process.poll() is None and not list(out.glob(".*.ckptctl-staging/data/*")):
+                time.sleep(0.001)
+        else:
+            time.sleep(rng.uniform(0.8, 3))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        visible = {path.name for path in out.glob("step-*")} if out.exists() else set()
+        assert published <= visible, "no output disappears"
+        published = visible
+        for name in visible:
+            files = {k: v for k, v in expected.items() if k.startswith(f"{name}/")}
+            assert {f"{name}/{k}": v for k, v in digests(out / name).items()} == files
+    assert killed
+    written = identities(out)
+    for number in (3, 1, 2):
+        words = ["convert", run, out, "--to", "dcp", "--each", "--resume"]
+        assert run_program([*words, "--task", f"{number}/3"]).returncode == 0
+    assert digests(out) == expected, "and no staging directory is left"
+    assert {name: one for name, one in identities(out).items() if name in written} == {
+        name: one for name, one in written.items() if ".ckptctl-staging" not in name
+    }, "no output is written twice"
+    assert digests(run) == before
+
+
+def test_overlapping_tasks_do_not_corrupt_outputs(tmp_path: Path, run: Path) -> None:
+    expected = convert_alone(run, tmp_path / "alone", to="dcp")
+    words: list[object] = ["convert", run, tmp_path / "out", "--to", "dcp", "--each", "--resume"]
+    processes = [program([*words, *extra]) for extra in ([], [], ["--task", "1/2"])]
+    assert {process.wait() for process in processes} <= {0, 7}
+    assert run_program(words).returncode == 0
+    assert digests(tmp_path / "out") == expected
+    lines = log_lines(tmp_path / "out")
+    converted = sorted(line["name"] for line in lines if line["status"] == "converted")
+    assert converted == sorted(f"step-{step}" for step in STEPS), "each is written once"
+
+
+# Output
+
+
+def test_one_line_per_checkpoint_in_a_pipe(tmp_path: Path, run: Path) -> None:
+    words = ["convert", run, tmp_path / "out", "--to", "dcp", "--each"]
+    found = run_program(words)
+    header, *rows = (line.split("\t") for line in found.stdout.splitlines())
+    assert header == ["status", "name", "size", "target", "why"]
+    assert [row[:2] for row in rows] == [["converted", f"step-{step}"] for step in STEPS]
+    found = run_program([*words, "--quiet"])
+    assert found.stdout.splitlines() == [str(tmp_path / "out" / f"step-{step}") for step in STEPS]
+
+
+# Other commands
+
+
+def test_consolidate_each(tmp_path: Path) -> None:
+    source = Path("tests/data/dcp-rank-local/w2/ckpt").absolute()
+    for step in (1, 2):
+        shutil.copytree(source, tmp_path / "run" / f"step-{step}")
+    found = run_program(["consolidate", tmp_path / "run", tmp_path / "out", "--each", "--json"])
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["counts"] == {"converted": 2}
+    ckptctl.consolidate(source, tmp_path / "alone")
+    manifest = "ckptctl.manifest.json"  # names the source
+    expected = {k: v for k, v in digests(tmp_path / "alone").items() if k != manifest}
+    for step in (1, 2):
+        found_files = digests(tmp_path / "out" / f"step-{step}")
+        assert {k: v for k, v in found_files.items() if k != manifest} == expected
+    found = run_program(["consolidate", tmp_path / "run", tmp_path / "out", "--each"])
+    assert [line.split("\t")[0] for line in found.stdout.splitlines()[1:]] == ["present"] * 2
+    found = run_program(["consolidate", tmp_path / "run", "--metadata-only", "--each"])
+    assert found.returncode == 2 and "conflicts" in found.stderr
+
+
+def test_verify_each(tmp_path: Path, run: Path) -> None:
+    ckptctl.convert_run(run, tmp_path / "out", to="dcp")
+    words = ["verify", tmp_path / "out", "--each", "--level", "full"]
+    found = run_program([*words, "--require-verified", "--json"])
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["counts"] == {"complete": 5}
+    assert {item["verification"]["data"] for item in document["checkpoints"]} == {"verified"}
+    flip_byte(next((tmp_path / "out" / "step-300").glob("*.distcp")), 3000)
+    found = run_program(words)
+    assert found.returncode == 7 and "1 of 5 checkpoints did not pass" in found.stderr
+    rows = [line.split("\t") for line in found.stdout.splitlines()]
+    assert [row[0] for row in rows[1:]] == ["complete"] * 2 + ["damaged"] + ["complete"] * 2
+    found = run_program([*words, "-q"])
+    assert found.stdout.startswith("step-300: ") and len(found.stdout.splitlines()) == 1
+    parts = [ckptctl.verify_run(tmp_path / "out", task=f"{n}/2") for n in (1, 2)]
+    assert sum(len(part.checkpoints) for part in parts) == 5
+    assert run_program([*words, "--manifest", "--steps", "100"]).returncode == 0
+    assert (tmp_path / "out" / "step-100" / "SHA256SUMS").exists()
+
+
+# Hub
+
+
+@of_the_client
+def test_branches_of_a_hub_repository(hub: Hub, run: Path) -> None:
+    repository = hub.repositories["org/new"]
+    result = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf", steps="100:300", task="1/1")
+    assert set(statuses(result).values()) == {"converted"}, [
+        item.error and item.error.line for item in result.checkpoints
+    ]
+    assert set(repository.branches) == {"step-100", "step-200", "step-300"}
+    for step in (100, 200, 300):
+        files = repository.at(f"step-{step}")
+        assert files is not None
+        source = run / f"step-{step}" / "model.safetensors"
+        assert files[1]["model.safetensors"] == source.read_bytes()
+    assert set(repository.files) == {"README.md"}, "the default branch is unchanged"
+    uploads = list(hub.uploads)
+    again = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf")
+    assert statuses(again) == {
+        **dict.fromkeys(("step-100", "step-200", "step-300"), "present"),
+        **dict.fromkeys(("step-400", "step-1000"), "converted"),
+    }
+    assert hub.uploads[: len(uploads)] == uploads and len(hub.uploads) == len(uploads) + 2
+    flip_byte(run / "step-200" / "model.safetensors")
+    changed = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf")
+    assert statuses(changed)["step-200"] == "failed"
+    changed = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf", overwrite=True)
+    assert statuses(changed)["step-200"] == "converted"
+    assert set(statuses(changed).values()) == {"converted", "present"}
+
+
+@of_the_client
+def test_existing_branch_and_folder_of_hub_repository(hub: Hub, run: Path) -> None:
+    result = ckptctl.convert_run(run, "hf://org/new/run", to="hf", steps="100,200")
+    assert set(statuses(result).values()) == {"converted"}
+    assert {"run/step-100/config.json", "run/step-200/config.json"} <= {
+        *hub.repositories["org/new"].files
+    }
+    again = ckptctl.convert_run(run, "hf://org/new/run", to="hf", steps="100")
+    assert statuses(again) == {"step-100": "present"}
+    flip_byte(run / "step-100" / "model.safetensors")
+    result = ckptctl.convert_run(run, "hf://org/new/run", to="hf", steps="100,300")
+    assert statuses(result) == {"step-100": "failed", "step-300": "converted"}
+    again = ckptctl.convert_run(run, "hf://org/new/run", to="hf", steps="100:300")
+    assert statuses(again) == {
+        "step-100": "failed",
+        **dict.fromkeys(("step-200", "step-300"), "present"),
+    }, "a later commit of the branch does not count"
+    result = ckptctl.convert_run(run, "hf://org/nothing@{name}", to="hf", steps="100")
+    assert statuses(result) == {"step-100": "failed"}
+    assert "no such repository" in result.checkpoints[0].reason
