@@ -40,9 +40,9 @@ class Selection:
 def select_checkpoints(
     root: TreePath, options: SelectionOptions, task: Task | None = None, *, model: bool = True
 ) -> Selection:
-    """Select the checkpoints that *options* name, and those of them that *task* processes.
+    """Select the checkpoints that *options* name and *task* processes.
 
-    Without rules, all checkpoints are selected. Rules select the complete checkpoints that ``prune``
+    Without rules, all checkpoints are selected. Rules select the complete ones that ``prune``
     would keep. Checkpoints that are not complete are always selected, because rules cannot decide
     on them, and a command must report what it skips.
 
