@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction as LoraExtraction
     from ckptctl.verbs.models import Models as Models
     from ckptctl.verbs.report.data import Report as Report
-    from ckptctl.verbs.run_conversion import RunConversionPlan as RunConversionPlan
-    from ckptctl.verbs.run_conversion import RunConversionResult as RunConversionResult
+    from ckptctl.verbs.run_conversion_result import RunConversionPlan as RunConversionPlan
+    from ckptctl.verbs.run_conversion_result import RunConversionResult as RunConversionResult
     from ckptctl.verbs.run_verification import RunVerification as RunVerification
     from ckptctl.verbs.verification.verify_result import Verification as Verification
     from ckptctl.version import __version__ as __version__
@@ -97,8 +97,8 @@ _HOME = {
     "PruneResult": "ckptctl.runs.removal",
     "Report": "ckptctl.verbs.report.data",
     "Resumed": "ckptctl.distributed.run.manager_options",
-    "RunConversionPlan": "ckptctl.verbs.run_conversion",
-    "RunConversionResult": "ckptctl.verbs.run_conversion",
+    "RunConversionPlan": "ckptctl.verbs.run_conversion_result",
+    "RunConversionResult": "ckptctl.verbs.run_conversion_result",
     "RunFolder": "ckptctl.runs.listing",
     "RunVerification": "ckptctl.verbs.run_verification",
     "SaveFuture": "ckptctl.distributed.background.save_thread",

@@ -26,7 +26,7 @@ from ckptctl.options import DeclaredOption, list_options
 
 OWNER_FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
-    *("extract_lora", "average"),
+    *("extract_lora", "average", "convert_run"),
 )
 """Public functions to search, in order, for an option that the called function lacks."""
 P = ParamSpec("P")

@@ -40,12 +40,14 @@ def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
         like = _like(one, shape, every)
         fields = one.build_form_schema(shape)
         if like:
-            known = like.build_form_schema(like.forms[0])["properties"]
+            known = _find_form(like, shape.option).fields
             fields["properties"] = {n: f for n, f in fields["properties"].items() if n not in known}
             anchor = like.title.replace(".", "").replace("/", "")
             colon = ", and these fields:" if fields["properties"] else "."
+            option = f"With `{shape.option}`, the" if shape.option else "The"
+            same = f" with `{shape.option}`" if shape.option else ""
             yield (
-                f"The fields of [{like.title}](#{anchor}), with `schema` set to "
+                f"{option} fields of [{like.title}](#{anchor}){same}, with `schema` set to "
                 f"`{one.title}`{colon}\n"
             )
         elif shape.option:
@@ -55,10 +57,21 @@ def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
 
 
 def _like(one: Document, shape: DocumentForm, every: Sequence[Document]) -> Document | None:
-    """Return the document all fields of which another one has."""
-    others = (other for other in every if other is not one and len(other.forms) == 1)
-    wholes = ((other, other.forms[0].parts) for other in others)
-    return next((other for other, parts in wholes if shape.parts[: len(parts)] == parts), None)
+    """Return the document all fields of which another one has, in the form with the same option.
+
+    Of two documents with the same fields, the one with fewer forms is described.
+    """
+    for other in every:
+        form = next((form for form in other.forms if form.option == shape.option), None)
+        if other is one or form is None or shape.parts[: len(form.parts)] != form.parts:
+            continue
+        if form.parts != shape.parts or len(other.forms) < len(one.forms):
+            return other
+    return None
+
+
+def _find_form(one: Document, option: str) -> DocumentForm:
+    return next(form for form in one.forms if form.option == option)
 
 
 def _rows(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

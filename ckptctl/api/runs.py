@@ -20,7 +20,7 @@ from ckptctl.runs.run_store import open_run_store
 from ckptctl.runs.tasks import Task, find_task
 from ckptctl.tree import TreePath
 from ckptctl.verbs import run_conversion, run_verification
-from ckptctl.verbs.run_conversion import (
+from ckptctl.verbs.run_conversion_result import (
     ConvertedCheckpoint,
     RunConversionPlan,
     RunConversionResult,

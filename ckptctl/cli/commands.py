@@ -451,9 +451,9 @@ class CkptCommand(RawTextMixin, TyperCommand):
                 text = HELP_OPTION_TEXT
             title = "Arguments" if is_argument else panel if uses_panels else "Options"
             panels[title].append((_ARGUMENT.sub(r"\1\2", name), text))
-        width = min(
-            MAX_NAME_COLUMNS, max(len(name) for rows in panels.values() for name, _ in rows)
-        )
+        lengths = [len(name) for rows in panels.values() for name, _ in rows]
+        # A longer name has a line of its own, so it does not widen the column.
+        width = max((length for length in lengths if length <= MAX_NAME_COLUMNS), default=0)
         for title, rows in panels.items():
             if rows:
                 with formatter.section(title):

@@ -9,6 +9,7 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.run_conversion import convert_run
 from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
 from ckptctl.conversion.conversion_options import NON_CONSOLIDATION_OPTIONS, ConsolidationOptions
 from ckptctl.ranks.coordinator import run_on_rank_zero
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     "ckptctl.conversion.plan:ConversionResult, "
     "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
     "ckptctl.verbs.consolidate_metadata:MetadataResult, "
-    "--each: ckptctl.verbs.run_conversion:RunConversionPlan | "
-    "ckptctl.verbs.run_conversion:RunConversionResult",
+    "--each: ckptctl.verbs.run_conversion_result:RunConversionPlan | "
+    "ckptctl.verbs.run_conversion_result:RunConversionResult",
     omitted_fields=NON_CONSOLIDATION_OPTIONS,
 )
 def consolidate(
@@ -53,8 +54,6 @@ def consolidate(
     checkpoints becomes a folder in DST.
     """
     if batch.each:
-        from ckptctl.cli.run_conversion import convert_run
-
         dst = parse_path(options.dst or "")
         convert_run("consolidate", src, dst, options.to_conversion_options(), batch, run)
         return

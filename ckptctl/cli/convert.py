@@ -14,6 +14,7 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.output import Printer, Row, StoppedError, format_by_reason, group_by_reason
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.run_conversion import convert_run
 from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restore_typed_paths
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
@@ -43,8 +44,8 @@ T = TypeVar("T")
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
     "ckptctl convert runs/llama runs/llama-hf --to hf --each --task 2/8 --resume",
     prints="ckptctl.conversion.plan:ConversionPlan | ckptctl.conversion.plan:ConversionResult, "
-    "--each: ckptctl.verbs.run_conversion:RunConversionPlan | "
-    "ckptctl.verbs.run_conversion:RunConversionResult",
+    "--each: ckptctl.verbs.run_conversion_result:RunConversionPlan | "
+    "ckptctl.verbs.run_conversion_result:RunConversionResult",
 )
 def convert(
     src: Source,
@@ -59,8 +60,6 @@ def convert(
     SRC is the folder of a run, and each of its checkpoints is converted to a folder in DST.
     """
     if batch.each:
-        from ckptctl.cli.run_conversion import convert_run
-
         convert_run("convert", src, dst, options, batch, run)
         return
     from ckptctl.conversion.convert import plan_conversion

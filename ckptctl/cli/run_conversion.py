@@ -25,7 +25,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
 if TYPE_CHECKING:
-    from ckptctl.verbs.run_conversion import (
+    from ckptctl.verbs.run_conversion_result import (
         ConvertedCheckpoint,
         PlannedCheckpoint,
         RunConversionPlan,

@@ -13,6 +13,7 @@ from ckptctl.cli.findings import group_findings
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
+from ckptctl.cli.run_verification import verify_run
 from ckptctl.cli.tables import MAX_SHOWN_ROWS, StyledText
 from ckptctl.cli.typed_paths import restore_typed_paths
 from ckptctl.errors import format_command as suggested
@@ -58,8 +59,6 @@ def verify(
     does not pass.
     """
     if batch.each:
-        from ckptctl.cli.run_verification import verify_run
-
         verify_run(path, options, batch, Printer(json, quiet), single_process=single_process)
         return
     from ckptctl.verbs.verification import verify as op

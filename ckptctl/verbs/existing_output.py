@@ -25,6 +25,7 @@ from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile
+from ckptctl.remote.hub_branches import read_commit_time_ns
 from ckptctl.storage.destinations import is_empty_folder
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import parse_json, read_json
@@ -172,8 +173,6 @@ def _get_manifest_file(plan: ConversionPlan) -> OutputFile:
 def _read_time_ns(existing: TreePath, name: str) -> int:
     """Return the time in nanoseconds at which the file *name* was written, or 0 if unknown."""
     if isinstance(existing, UrlPath) and parse_scheme(existing.url) == HUB_SCHEME:
-        from ckptctl.remote.hub_branches import read_commit_time_ns  # only for the Hub
-
         return read_commit_time_ns(existing.url, name)
     return (existing / name).stat().st_mtime_ns
 

@@ -7,15 +7,11 @@ with the same command. Destinations that hold the planned output are skipped
 
 from __future__ import annotations
 
-import json
-import os
 import time as clock
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 from ckptctl import families, formats
 from ckptctl.conversion.conversion_options import ConversionOptions
@@ -23,17 +19,16 @@ from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.errors import (
     CkptError,
-    PartialError,
     RefusedError,
     StorageError,
     UsageError,
     format_option,
     quote_names,
 )
-from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
+from ckptctl.remote.hub_branches import create_branch
 from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.run_options import SelectionOptions
-from ckptctl.runs.selection import Selection, select_checkpoints
+from ckptctl.runs.selection import select_checkpoints
 from ckptctl.runs.tasks import Task
 from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
@@ -47,259 +42,21 @@ from ckptctl.storage.publish import (
 from ckptctl.storage.threads import Advance
 from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 from ckptctl.tree import TreePath, UrlPath
-from ckptctl.units import format_bytes, format_rfc3339, pluralize
+from ckptctl.units import pluralize
 from ckptctl.verbs.existing_output import find_existing_output, find_mismatch, fingerprint_source
+from ckptctl.verbs.run_conversion_result import (
+    ConvertedCheckpoint,
+    PlannedCheckpoint,
+    RunConversionPlan,
+    RunConversionResult,
+)
+from ckptctl.verbs.run_log import append_to_log, read_recorded_source
 from ckptctl.verdict import Verdict
 
-LOG_NAME = "ckptctl.run.jsonl"
-"""File in a local destination folder, to which each task appends a line per checkpoint."""
 NAME_FIELD, STEP_FIELD = "{name}", "{step}"
 """Fields of a destination that are replaced by the name and the step of a checkpoint."""
-Action = Literal["convert", "verify", "skip", "fail"]
-Status = Literal["converted", "present", "skipped", "failed"]
 StartItem = Callable[[str, int], AbstractContextManager[Advance | None]]
 """Starts the progress display of an activity for a number of bytes."""
-DRY_RUN = JsonField("whether this is a plan; if true, `checkpoints` have an `action`")
-_TASK = JsonField("task I/N whose part this is, or null for all checkpoints")
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCheckpoint(Result):
-    """Checkpoint of a run, and what to do with it.
-
-    Attributes:
-        statement: Summary of the conversion, without what differs between checkpoints.
-        notes: Notes on the conversion.
-    """
-
-    checkpoint: Annotated[
-        Checkpoint,
-        JsonField("name of the checkpoint", of="name"),
-        JsonField("step in its name", of="step"),
-        JsonField("path of the checkpoint", of="path", name="source"),
-        JsonField("`complete`, `damaged` or `unknown`", of="verdict"),
-        JsonField("size of the checkpoint", of="entry.nbytes", name="source_bytes"),
-    ]
-    target: Annotated[TreePath, JsonField("destination")]
-    action: Annotated[
-        Action,
-        JsonField(
-            "`convert`; `verify`, if the destination exists, to skip it if it is this conversion; "
-            "`skip`, if the checkpoint is not complete; or `fail`, if it cannot be converted"
-        ),
-    ]
-    reason: Annotated[
-        str, JsonField("why it is skipped, fails or must be verified", to=empty_to_none)
-    ] = ""
-    nbytes: Annotated[int, JsonField("size of the output", name="bytes")] = 0
-    tensors: Annotated[int, JsonField("number of tensors in the output")] = 0
-    tensor_bytes: Annotated[int, JsonField("size of these tensors")] = 0
-    model_type: Annotated[str | None, JsonField("[model type](models.md), or null")] = None
-    error: CkptError | None = None
-    statement: str = ""
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint."""
-        return self.checkpoint.name
-
-    @property
-    def model(self) -> str:
-        """Model type and sizes, which all checkpoints of a run usually share."""
-        tensors = f"{pluralize(self.tensors, 'tensor')}, {format_bytes(self.tensor_bytes)}"
-        return f"{self.model_type or 'unknown model type'}: {tensors}"
-
-
-@dataclass(frozen=True, slots=True)
-class RunConversionPlan(
-    Result, order="dry_run root destination task total to_format bytes counts checkpoints notes"
-):
-    """Plan of the conversion of a run, or of one task's part of it.
-
-    Attributes:
-        checkpoints: Checkpoints of the task, by series and step.
-    """
-
-    selection: Annotated[Selection, JsonField("folder of the run", of="root")]
-    destination: Annotated[
-        TreePath, JsonField("destination as given, or the folder of the destinations")
-    ]
-    options: Annotated[
-        ConversionOptions, JsonField("format of the output", of="to", name="to_format")
-    ]
-    checkpoints: Annotated[
-        tuple[PlannedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
-    ]
-
-    @property
-    def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Always true for a plan."""
-        return True
-
-    @property
-    def task(self) -> Annotated[str | None, _TASK]:
-        """Task I/N whose part this is."""
-        return self.selection.task_text
-
-    @property
-    def total(self) -> Annotated[int, JsonField()]:
-        """Number of selected checkpoints of all tasks."""
-        return self.selection.total
-
-    @property
-    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
-        """Size of all outputs to write, if none of those to verify must be written again."""
-        return sum(item.nbytes for item in self.checkpoints if item.action == "convert")
-
-    @property
-    def counts(
-        self,
-    ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
-        """Number of checkpoints by action."""
-        return Counter(item.action for item in self.checkpoints)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a checkpoint is skipped or cannot be converted."""
-        return any(item.action in ("skip", "fail") for item in self.checkpoints)
-
-    @property
-    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
-        """Notes on the conversions and on differences between them."""
-        return (*self.warnings, *self.notes)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on the conversions, without repetitions."""
-        return tuple(dict.fromkeys(note for item in self.checkpoints for note in item.notes))
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings about the conversions, and about checkpoints of another model."""
-        warnings: dict[str, list[str]] = {}
-        for item in self.checkpoints:
-            for warning in item.warnings:
-                warnings.setdefault(warning, []).append(item.name)
-        texts = [f"{quote_names(names)}: {text}" for text, names in warnings.items()]
-        return (*texts, *self._find_other_models())
-
-    def _find_other_models(self) -> list[str]:
-        """Describe the checkpoints whose model differs from that of most others."""
-        planned = [item for item in self.checkpoints if item.action in ("convert", "verify")]
-        names: dict[str, list[str]] = {}
-        for item in planned:
-            names.setdefault(item.model, []).append(item.name)
-        common, *others = sorted(names, key=lambda model: len(names[model]), reverse=True) or [""]
-        return [
-            f"{quote_names(names[other])}: another model than most checkpoints ({other}, not "
-            f"{common})"
-            for other in others
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertedCheckpoint(Result):
-    """Outcome for one checkpoint of a run."""
-
-    planned: Annotated[
-        PlannedCheckpoint,
-        JsonField("name of the checkpoint", of="checkpoint.name"),
-        JsonField("step in its name", of="checkpoint.step"),
-        JsonField("path of the checkpoint", of="checkpoint.path", name="source"),
-        JsonField("`complete`, `damaged` or `unknown`", of="checkpoint.verdict"),
-        JsonField("destination", of="target"),
-    ]
-    status: Annotated[
-        Status,
-        JsonField(
-            "`converted`; `present`, if the destination was shown to be this conversion; "
-            "`skipped`, if the checkpoint is not complete; or `failed`"
-        ),
-    ]
-    reason: Annotated[str, JsonField("why it was skipped or failed, or null", to=empty_to_none)] = (
-        ""
-    )
-    nbytes: Annotated[int, JsonField("bytes written, or verified if present", name="bytes")] = 0
-    seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)] = 0.0
-    error: Annotated[CkptError | None, JsonField("error, or null")] = None
-    missing: Annotated[
-        int, JsonField("number of items that are missing in the output (`--allow-missing`)")
-    ] = 0
-    warnings: Annotated[tuple[str, ...], JsonField("warnings")] = ()
-    digest: str = ""
-    source_fingerprint: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint."""
-        return self.planned.name
-
-    @property
-    def is_success(self) -> bool:
-        """Whether the destination holds the complete output."""
-        return self.status in ("converted", "present") and not self.missing
-
-
-@dataclass(frozen=True, slots=True)
-class RunConversionResult(
-    Result,
-    order="dry_run root destination task total to_format bytes seconds counts checkpoints notes",
-):
-    """Result of the conversion of a run, or of one task's part of it."""
-
-    plan: Annotated[
-        RunConversionPlan,
-        JsonField("folder of the run", of="selection.root"),
-        JsonField("destination as given", of="destination"),
-        JsonField("number of selected checkpoints of all tasks", of="selection.total"),
-        JsonField("format of the output", of="options.to", name="to_format"),
-        JsonField("notes on the conversions", of="all_notes", name="notes"),
-    ]
-    checkpoints: Annotated[
-        tuple[ConvertedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
-    ]
-    seconds: Annotated[float, JsonField("elapsed time", to=round_seconds)]
-
-    @property
-    def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Always false for a result."""
-        return False
-
-    @property
-    def task(self) -> Annotated[str | None, _TASK]:
-        """Task I/N whose part this is."""
-        return self.plan.selection.task_text
-
-    @property
-    def nbytes(self) -> Annotated[int, JsonField("bytes written", name="bytes")]:
-        """Bytes written."""
-        return sum(item.nbytes for item in self.checkpoints if item.status == "converted")
-
-    @property
-    def counts(
-        self,
-    ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
-        """Number of checkpoints by status."""
-        return Counter(item.status for item in self.checkpoints)
-
-    def require_complete(self) -> None:
-        """Raise `PartialError` unless all checkpoints of the task were converted or present."""
-        lacking = [item for item in self.checkpoints if not item.is_success]
-        if not lacking:
-            return
-        first, is_one = lacking[0], len(lacking) == 1
-        outcome = "was not converted" if is_one else "were not converted"
-        if all(item.status in ("converted", "present") for item in lacking):
-            outcome = "is incomplete" if is_one else "are incomplete"
-        raise PartialError(
-            f"{len(lacking):,} of {pluralize(len(self.checkpoints), 'checkpoint')} {outcome}",
-            where=quote_names([item.name for item in lacking]),
-            why=f"`{first.name}`: {first.reason}",
-            hint=(first.error.hint if first.error else None)
-            or "run the same command again when the cause is removed",
-        )
 
 
 # --- plan ---------------------------------------------------------------------------------------
@@ -504,7 +261,7 @@ def run_conversions(
             error = _to_error(caught, planned.target)
             outcome = ConvertedCheckpoint(planned, "failed", error.summary, error=error)
         outcome = replace(outcome, seconds=clock.monotonic() - begin)
-        if folder is not None and (problem := _append_to_log(Path(folder), plan, outcome)):
+        if folder is not None and (problem := append_to_log(Path(folder), plan.task, outcome)):
             outcome = replace(outcome, warnings=(*outcome.warnings, problem))
         outcomes.append(outcome)
         report(outcome)
@@ -526,8 +283,6 @@ def _run_checkpoint(
     options, target = plan.options, planned.target
     try:
         if isinstance(target, UrlPath) and parse_scheme(target.url) == HUB_SCHEME:
-            from ckptctl.remote.hub_branches import create_branch  # only for the Hub
-
             create_branch(target.url)
         with clean_up_if_refused(target):
             conversion = plan_conversion(planned.checkpoint.path, target, options)
@@ -581,7 +336,7 @@ def _find_present(
     if existing is None:
         return None
     probe = _plan_probe(planned.checkpoint, planned.target, plan.options)
-    recorded = _read_recorded_source(folder, planned) if folder is not None else None
+    recorded = read_recorded_source(folder, planned) if folder is not None else None
     mismatch = find_mismatch(
         probe, existing, recorded, lambda nbytes: start_item(f"verifying {label}", nbytes)
     )
@@ -612,67 +367,3 @@ def _remove_leftovers(target: TreePath) -> None:
     if not isinstance(target, UrlPath):
         with suppress(CkptError):
             remove_stale_staging(resolve_destination(Path(target)))
-
-
-# --- log ----------------------------------------------------------------------------------------
-
-
-def _append_to_log(
-    folder: Path, plan: RunConversionPlan, outcome: ConvertedCheckpoint
-) -> str | None:
-    """Append a line about a checkpoint to the log, and return a warning if that fails.
-
-    The line is one write to a file opened for appending, so lines of concurrent tasks do not mix on
-    local file systems. Over NFS they may, so readers ignore lines that are not JSON.
-    """
-    if not folder.is_dir():
-        return None
-    line = {
-        "time": format_rfc3339(clock.time()),
-        "name": outcome.name,
-        "status": outcome.status,
-        "reason": outcome.reason or None,
-        "target": _format_relative(folder, outcome.planned.target),
-        "bytes": outcome.nbytes,
-        "seconds": round_seconds(outcome.seconds),
-        "task": plan.task,
-        "plan": outcome.digest or None,
-        "source": outcome.source_fingerprint or None,
-    }
-    try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(folder / LOG_NAME, flags, 0o666)
-        try:
-            os.write(descriptor, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return StorageError.from_os_error(error, f"append to `{LOG_NAME}`", folder).line
-    return None
-
-
-def _read_recorded_source(folder: TreePath, planned: PlannedCheckpoint) -> str | None:
-    """Return the fingerprint of the source in the last line about a conversion to the target."""
-    try:
-        lines = (folder / LOG_NAME).read_bytes().splitlines()
-    except OSError:
-        return None
-    target = _format_relative(folder, planned.target)
-    for text in reversed(lines):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if (
-            isinstance(line, dict)
-            and (line.get("name"), line.get("status")) == (planned.name, "converted")
-            and line.get("target") == target
-        ):
-            source = line.get("source")
-            return source if isinstance(source, str) else None
-    return None
-
-
-def _format_relative(folder: TreePath, target: TreePath) -> str:
-    """Return *target* relative to *folder*, so that the folder can be moved."""
-    return str(target.relative_to(folder))

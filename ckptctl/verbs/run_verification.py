@@ -18,6 +18,7 @@ from ckptctl.runs.selection import Selection, select_checkpoints
 from ckptctl.runs.tasks import Task
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
+from ckptctl.units import pluralize
 from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verbs.verification.verify_result import Verification
@@ -83,8 +84,8 @@ class RunVerification(Result, order="root task total counts seconds checkpoints"
     @property
     def task(
         self,
-    ) -> Annotated[str | None, JsonField("task I/N whose part this is, or null for all")]:
-        """Task I/N whose part this is."""
+    ) -> Annotated[str | None, JsonField("task I/N, or null if there is only one")]:
+        """Task I/N, or None if there is only one."""
         return self.selection.task_text
 
     @property
@@ -99,7 +100,7 @@ class RunVerification(Result, order="root task total counts seconds checkpoints"
         failed = [item for item in self.checkpoints if not item.is_success]
         if failed:
             raise PartialError(
-                f"{len(failed):,} of {len(self.checkpoints):,} checkpoints did not pass",
+                f"{len(failed):,} of {pluralize(len(self.checkpoints), 'checkpoint')} did not pass",
                 where=quote_names([item.checkpoint.name for item in failed]),
                 why=f"`{failed[0].checkpoint.name}`: {failed[0].reason}",
             )

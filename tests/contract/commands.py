@@ -54,11 +54,15 @@ LINES = {
         Line("{copy:ranks} --metadata-only"),
         Line("{ranks} --metadata-only --dry-run"),
         Line("{torn_ranks} {out} --allow-missing", 7),
+        Line("{run} {out} --each --steps 9,10"),
     ),
     "convert": (
         Line("{hf} {out} --to dcp"),
         Line("{hf} {out} --to meta --dry-run"),
         Line("{long} {out}.pt --to torch --verify"),
+        Line("{run} {out} --to hf --each", 7),
+        Line("{run} {out} --to hf --each --steps :100 --task 1/2"),
+        Line("{run} {out} --to hf --each --dry-run --keep-last 1", 7),
     ),
     "diff": (
         Line("{long} {long} --structure"),
@@ -116,6 +120,8 @@ LINES = {
         Line("{hf} --level full --nan"),
         Line("{hf} --level full --require-verified", 9),
         Line("{torn}", 4),
+        Line("{run} --each", 7),
+        Line("{run} --each --steps :100 --level full"),
     ),
 }
 SCENES = {
@@ -124,6 +130,8 @@ SCENES = {
     "consolidate-metadata": "consolidate ranks --metadata-only",
     "convert": "convert hf out --to dcp",
     "convert-dry-run": "convert hf out --to meta --dry-run",
+    "convert-run": "convert run out --to hf --each",
+    "convert-run-dry-run": "convert run out --to hf --each --dry-run",
     "diff": "diff base hf",
     "diff-same": "diff hf hf",
     "diff-structure": "diff hf ranks --structure",
@@ -162,6 +170,7 @@ SCENES = {
     "schema": "schema",
     "verify": "verify hf",
     "verify-full": "verify hf --level full",
+    "verify-run": "verify run --each",
     "verify-manifest": "verify hf --level full --nan --manifest",
     "verify-torn": "verify torn",
 }

@@ -73,6 +73,7 @@ PACKAGES = {
 }
 """What need not be installed: a page that uses it says how, or else is run without it."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
+OVER_LINES = re.MULTILINE | re.DOTALL
 VARYING = re.compile(
     r"\d{4}-\d\d-\d\dT[\d:]+(?=Z)|(?<=in )\d[\d.]* m?s\b|\d[\d.]* [KMGT]iB(?= free\))"
 )
@@ -422,10 +423,13 @@ def fields_of(document: object, prefix: str = "") -> Iterator[str]:
             yield from fields_of(value, f"{prefix}[]")
 
 
-def documented_fields(page: str, heading: str) -> set[str]:
+def documented_fields(page: str, heading: str, option: str = "") -> set[str]:
+    """Return the documented fields of a document, or of its form that *option* selects."""
     written = (DOCS / "reference" / page).read_text()
     assert f"\n## {heading}\n" in written
     section = written.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    forms = dict(re.findall(r"^With `(--[a-z-]+)`, (.*?)(?=^With `--|\Z)", section, OVER_LINES))
+    section = forms[option] if option else re.split(r"^With `--", section, flags=re.MULTILINE)[0]
     return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
 
 

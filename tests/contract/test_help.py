@@ -84,7 +84,8 @@ def test_help_has_short_sentences_of_agreed_words(text: str) -> None:
 
 def test_help_panels_have_agreed_names() -> None:
     assert get_args(Panel) == (
-        *("Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"),
+        *("Common", "Run", "Select", "Format and model", "Output", "Safety", "Performance"),
+        "Advanced",
     )
     found = {one.option.panel for command in COMMANDS.values() for one in command.list_parameters()}
     assert found == set(get_args(Panel))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import pytest
@@ -11,7 +12,8 @@ import ckptctl
 from ckptctl.cli import commands
 from ckptctl.cli.commands import Command
 from ckptctl.errors import UsageError
-from ckptctl.options import Argument, list_options
+from ckptctl.options import Argument, DeclaredOption, list_options
+from ckptctl.runs.run_options import RunBatchOptions
 from tests.contract.additions import NOT_IN_PYTHON
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
@@ -41,6 +43,10 @@ def test_command_has_function_with_same_options_and_defaults(name: str) -> None:
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
     assert terminal <= known, "declare what Python needs, too, in the dataclass of its options"
     offered = command.list_declared_options()
+    if RunBatchOptions in hints.values():
+        require_function_for_run(name, offered)
+        of_a_run = {one.name for one in list_options(RunBatchOptions)}
+        offered = tuple(one for one in offered if one.name not in of_a_run)
     shared = {one.name: one for one in offered if one.name not in terminal}
     assert taken.keys() - {"progress"} == shared.keys()
     for one in shared.values():
@@ -54,10 +60,25 @@ def test_command_has_function_with_same_options_and_defaults(name: str) -> None:
         assert planned.keys() == taken.keys() - {"progress"}
 
 
+def require_function_for_run(name: str, offered: Sequence[DeclaredOption]) -> None:
+    """Check that a function for runs has all options of a command with ``--each``."""
+    function = getattr(ckptctl, "verify_run" if name == "verify" else "convert_run")
+    taken = inspect.signature(function).parameters
+    of_the_command = {*OF_THE_TERMINAL, *OF_A_LAUNCHER, "each"}
+    if name == "consolidate":
+        of_the_command |= {"dst", "metadata_only", "optimizer"}  # `only="all"` keeps it in Python
+    for one in offered:
+        if not isinstance(one.option, Argument) and one.name not in of_the_command:
+            assert one.name in taken, one.name
+            assert one.required or name == "consolidate" or taken[one.name].default == one.default
+    assert inspect.getdoc(function) and all(f"{one}:" in str(function.__doc__) for one in taken)
+
+
 NO_PATHS = {"key", "options", "state_dict", "tensor"}
 WITH_A_PATH = [
     *sorted({*FUNCTIONS} - {"map", "models"}),
     *("plan_consolidation", "plan_conversion", "plan_merge", "plan_prune", "open"),
+    *("convert_run", "plan_run_conversion", "verify_run"),
     *("save", "async_save", "load", "CheckpointManager"),
 ]
 
