@@ -183,7 +183,7 @@ def _print_outcome(output: Printer, outcome: ConvertedCheckpoint) -> None:
         output.print_table([_make_result_row(outcome)], RESULT_COLUMNS)
         output.header = False
     elif output.mode == "human":
-        output.print_line(" · ".join(_list_outcome_facts(outcome)))
+        output.print_sentence(" · ".join(_list_outcome_facts(outcome)))
     if output.mode != "json":
         output.flush_answer()
     for warning in outcome.warnings:

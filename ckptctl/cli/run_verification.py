@@ -66,7 +66,7 @@ def _print_item(output: Printer, item: VerifiedCheckpoint) -> None:
     elif output.mode == "human":
         facts = (item.checkpoint.name, f"{item.verdict}", format_bytes(nbytes), f"data {data}")
         style = None if item.is_success else VERDICT_STYLES[item.verdict]
-        output.print_line(" · ".join(filter(None, (*facts, item.reason))), style)
+        output.print_sentence(" · ".join(filter(None, (*facts, item.reason))), style)
     if output.mode != "json":
         output.flush_answer()
 
