@@ -17,7 +17,9 @@ from ckptctl.units import format_bytes, pluralize
 
 Action = Literal["convert", "verify", "skip", "fail"]
 Status = Literal["converted", "present", "skipped", "failed"]
-DRY_RUN = JsonField("whether this is a plan; if true, `checkpoints` have an `action`")
+DRY_RUN = JsonField(
+    "whether this is a plan; if true, `seconds` and `checkpoints` are absent, else `decisions`"
+)
 _TASK = JsonField("task I/N, or null if there is only one")
 
 
@@ -72,7 +74,7 @@ class PlannedCheckpoint(Result):
 
 @dataclass(frozen=True, slots=True)
 class RunConversionPlan(
-    Result, order="dry_run root destination task total to_format bytes counts checkpoints notes"
+    Result, order="dry_run root destination task total to_format bytes counts decisions notes"
 ):
     """Plan of the conversion of a run, or of one task's part of it.
 
@@ -88,7 +90,8 @@ class RunConversionPlan(
         ConversionOptions, JsonField("format of the output", of="to", name="to_format")
     ]
     checkpoints: Annotated[
-        tuple[PlannedCheckpoint, ...], JsonField("checkpoints of this task, by series and step")
+        tuple[PlannedCheckpoint, ...],
+        JsonField("plan for each checkpoint of this task, by series and step", name="decisions"),
     ]
 
     @property

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import ckptctl
@@ -494,6 +496,69 @@ def test_overlapping_tasks_do_not_corrupt_outputs(tmp_path: Path, run: Path) -> 
     lines = log_lines(tmp_path / "out")
     converted = sorted(line["name"] for line in lines if line["status"] == "converted")
     assert converted == sorted(f"step-{step}" for step in STEPS), "each is written once"
+
+
+# The how-to page, as schedulers run it
+
+PAGE = Path("docs/how-to/convert-a-run.md")
+
+
+def page_block(tmp_path: Path, language: str, word: str) -> str:
+    """Return the block of the page that has *word*, with the paths of the test."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if word in block)
+    return str(block).replace("/shared", str(tmp_path))
+
+
+def path_with_program(tmp_path: Path) -> str:
+    """Return ``PATH`` with a program ``ckptctl`` that this Python runs."""
+    program = tmp_path / "bin" / "ckptctl"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckptctl "$@"\n')
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
+
+
+def run_job(tmp_path: Path, command: list[str], **variables: str) -> None:
+    environment = {
+        "PATH": path_with_program(tmp_path),
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(Path().absolute()),
+        **variables,
+    }
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+def require_converted_once(tmp_path: Path, run: Path) -> None:
+    assert digests(tmp_path / "run-hf") == convert_alone(run, tmp_path / "alone", to="hf")
+    converted = [line["name"] for line in log_lines(tmp_path / "run-hf")]
+    assert sorted(converted) == sorted(f"step-{step}" for step in STEPS)
+
+
+def test_slurm_script_of_page(tmp_path: Path, run: Path) -> None:
+    script = tmp_path / "convert.sbatch"
+    script.write_text(page_block(tmp_path, "bash", "#SBATCH"))
+    first, last = re.findall(r"--array=(\d+)-(\d+)", script.read_text())[0]
+    for task in range(int(last), int(first) - 1, -1):
+        array = {"ID": str(task), "MIN": first, "MAX": last, "STEP": "1", "COUNT": last}
+        variables = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+        run_job(tmp_path, ["bash", str(script)], **variables)
+    require_converted_once(tmp_path, run)
+
+
+def test_kubernetes_job_of_page(tmp_path: Path, run: Path) -> None:
+    job = yaml.safe_load(page_block(tmp_path, "yaml", "kind: Job"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    for index in range(job["spec"]["completions"]):
+        words = [*container["command"], *container["args"]]
+        run_job(tmp_path, words, JOB_COMPLETION_INDEX=str(index))
+    require_converted_once(tmp_path, run)
+
+
+def test_xargs_line_of_page(tmp_path: Path, run: Path) -> None:
+    run_job(tmp_path, ["bash", "-c", page_block(tmp_path, "bash", "xargs")])
+    require_converted_once(tmp_path, run)
 
 
 # Output
