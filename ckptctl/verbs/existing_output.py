@@ -148,6 +148,8 @@ def _find_source_change(
         name: max(identity.mtime_ns, identity.ctime_ns)
         for name, identity in _iterate_identities(plan)
     }
+    if recorded_source is None and not all(times.values()):
+        return Mismatch("the storage of the source does not record when it was changed")
     folder = plan.source.path
     if recorded_source is None and not isinstance(folder, UrlPath):
         # A folder that replaced another one may contain older files.
