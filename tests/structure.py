@@ -42,7 +42,7 @@ ROOMS = {
     "remote": ("ckptctl.remote",),
     "converters": ("converters",),
     "verbs": ("ckptctl.verbs",),
-    "runs": ("ckptctl.runs",),
+    "runs": ("ckptctl.runs", "ckptctl.run_options"),
     "training": ("ckptctl.save_load", "ckptctl.distributed"),
     "cli": (
         *("ckptctl.__init__", "ckptctl.__main__", "ckptctl.api", "ckptctl.cli"),

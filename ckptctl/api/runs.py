@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,12 +12,11 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.keywords import accept_keywords
 from ckptctl.option_checks import AnyPath, check_location, check_new_location
 from ckptctl.options import Option
+from ckptctl.run_options import PruneOptions, SelectionOptions
 from ckptctl.runs import removal
 from ckptctl.runs.listing import Newest, RunFolder, find_newest_checkpoint, read_run
 from ckptctl.runs.removal import PrunePlan, PruneResult
-from ckptctl.runs.run_options import PruneOptions, SelectionOptions
 from ckptctl.runs.run_store import open_run_store
-from ckptctl.runs.tasks import Task, find_task
 from ckptctl.tree import TreePath
 from ckptctl.verbs import run_conversion, run_verification
 from ckptctl.verbs.run_conversion_result import (
@@ -130,7 +129,7 @@ def plan_run_conversion(run: AnyPath, dst: AnyPath, options: _RunPlan) -> RunCon
             checkpoint are in the plan.
     """
     return run_conversion.plan_conversions(
-        check_location(run), check_new_location(dst), options, options, _find_task(options)
+        check_location(run), check_new_location(dst), options, options, _get_environment(options)
     )
 
 
@@ -152,7 +151,7 @@ def convert_run(run: AnyPath, dst: AnyPath, options: _RunConversion) -> RunConve
         CkptError: The run, the options or the destination are not usable. Nothing was written.
     """
     plan = run_conversion.plan_conversions(
-        check_location(run), check_new_location(dst), options, options, _find_task(options)
+        check_location(run), check_new_location(dst), options, options, _get_environment(options)
     )
     return run_conversion.run_conversions(plan, options.report or _ignore, lambda *_: nullcontext())
 
@@ -174,15 +173,15 @@ def verify_run(run: AnyPath, options: _RunVerification) -> RunVerification:
         check_location(run),
         options,
         options,
-        _find_task(options),
+        _get_environment(options),
         options.report or _ignore,
         lambda *_: nullcontext(),
     )
 
 
-def _find_task(options: SelectionOptions) -> Task | None:
-    """Return the task that *options* select. Only ``/N`` takes its number from the environment."""
-    return find_task(options.task, os.environ) if options.task else None
+def _get_environment(options: SelectionOptions) -> Mapping[str, str]:
+    """Return the variables that may select a task, which only the task ``/N`` reads in Python."""
+    return os.environ if options.task else {}
 
 
 def _ignore(_: object) -> None:

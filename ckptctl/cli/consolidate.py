@@ -9,14 +9,14 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
-from ckptctl.cli.run_conversion import convert_run
+from ckptctl.cli.run_batches import convert_run
 from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
 from ckptctl.conversion.conversion_options import NON_CONSOLIDATION_OPTIONS, ConsolidationOptions
+from ckptctl.option_checks import check_new_location
 from ckptctl.ranks.coordinator import run_on_rank_zero
 from ckptctl.results import Result
-from ckptctl.runs.run_options import RunBatchOptions
+from ckptctl.run_options import RunBatchOptions
 from ckptctl.shared_options import Source
-from ckptctl.storage.paths import parse_path
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
 
@@ -54,7 +54,7 @@ def consolidate(
     checkpoints becomes a folder in DST.
     """
     if batch.each:
-        dst = parse_path(options.dst or "")
+        dst = check_new_location(options.dst or "")
         convert_run("consolidate", src, dst, options.to_conversion_options(), batch, run)
         return
     from ckptctl.conversion.convert import plan_conversion

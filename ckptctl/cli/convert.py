@@ -14,14 +14,14 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.output import Printer, Row, StoppedError, format_by_reason, group_by_reason
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
-from ckptctl.cli.run_conversion import convert_run
+from ckptctl.cli.run_batches import convert_run
 from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restore_typed_paths
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
 from ckptctl.errors import format_command as suggested
 from ckptctl.ranks.coordinator import RankCollectives
 from ckptctl.results import Result
-from ckptctl.runs.run_options import RunBatchOptions
+from ckptctl.run_options import RunBatchOptions
 from ckptctl.shared_options import Destination, Source
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize

@@ -18,7 +18,7 @@ from ckptctl.cli.tables import Column, StyledText
 from ckptctl.cli.typed_paths import format_command_line
 from ckptctl.errors import RefusedError, StorageError, quote_names
 from ckptctl.options import Option
-from ckptctl.runs.run_options import PruneOptions
+from ckptctl.run_options import PruneOptions
 from ckptctl.shared_options import Root
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize

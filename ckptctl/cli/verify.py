@@ -13,12 +13,11 @@ from ckptctl.cli.findings import group_findings
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
-from ckptctl.cli.run_verification import verify_run
 from ckptctl.cli.tables import MAX_SHOWN_ROWS, StyledText
 from ckptctl.cli.typed_paths import restore_typed_paths
 from ckptctl.errors import format_command as suggested
 from ckptctl.errors import quote_names
-from ckptctl.runs.run_options import RunBatchOptions
+from ckptctl.run_options import RunBatchOptions
 from ckptctl.shared_options import Checkpoint
 from ckptctl.units import format_bytes, format_seconds, pluralize
 from ckptctl.verbs.verification.verify_options import VerifyOptions
@@ -59,6 +58,8 @@ def verify(
     does not pass.
     """
     if batch.each:
+        from ckptctl.cli.run_batches import verify_run  # only needed for runs
+
         verify_run(path, options, batch, Printer(json, quiet), single_process=single_process)
         return
     from ckptctl.verbs.verification import verify as op

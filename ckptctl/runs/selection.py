@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time as clock
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptctl.errors import RefusedError, find_nearest, format_option, quote_names
 from ckptctl.planner.retention import decide_retention
+from ckptctl.run_options import SelectionOptions, parse_step_range
 from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.listing import read_run
-from ckptctl.runs.run_options import SelectionOptions, parse_step_range
-from ckptctl.runs.tasks import Task, divide_evenly
+from ckptctl.runs.tasks import Task, divide_evenly, find_task
 from ckptctl.tree import TreePath
 
 
@@ -38,9 +39,13 @@ class Selection:
 
 
 def select_checkpoints(
-    root: TreePath, options: SelectionOptions, task: Task | None = None, *, model: bool = True
+    root: TreePath,
+    options: SelectionOptions,
+    environment: Mapping[str, str],
+    *,
+    model: bool = True,
 ) -> Selection:
-    """Select the checkpoints that *options* name and *task* processes.
+    """Select the checkpoints that *options* name and the task processes.
 
     Without rules, all checkpoints are selected. Rules select the complete ones that ``prune``
     would keep. Checkpoints that are not complete are always selected, because rules cannot decide
@@ -49,12 +54,14 @@ def select_checkpoints(
     Args:
         root: Run folder.
         options: Rules, steps and globs.
-        task: Task whose part is selected, or None for all parts.
+        environment: Environment variables that select the task of a job array, if any.
         model: Whether to compare tensors with their model type.
 
     Raises:
         RefusedError: An option matches no checkpoint.
+        UsageError: The environment does not determine the task.
     """
+    task = find_task(options.task, environment)
     now = clock.time()
     run = read_run(root, now, model=model)
     selected = _select_steps(run.checkpoints, options)

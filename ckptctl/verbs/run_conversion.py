@@ -8,7 +8,7 @@ with the same command. Destinations that hold the planned output are skipped
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,9 @@ from ckptctl.errors import (
     quote_names,
 )
 from ckptctl.remote.hub_branches import create_branch
+from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.run_options import SelectionOptions
 from ckptctl.runs.selection import select_checkpoints
-from ckptctl.runs.tasks import Task
 from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
 from ckptctl.storage.paths import parse_path, resolve_links
@@ -67,7 +66,7 @@ def plan_conversions(
     dst: str | TreePath,
     options: ConversionOptions,
     selection_options: SelectionOptions,
-    task: Task | None = None,
+    environment: Mapping[str, str],
 ) -> RunConversionPlan:
     """Plan the conversion of the checkpoints of a run, without writing anything.
 
@@ -76,7 +75,7 @@ def plan_conversions(
         dst: Folder of the outputs, or a path or URL in which ``{name}`` or ``{step}`` is replaced.
         options: Options of each conversion.
         selection_options: Options that select checkpoints.
-        task: Task whose part is planned, or None for all checkpoints.
+        environment: Environment variables that select the task of a job array, if any.
 
     Raises:
         CkptError: The run, the options or the destination are not usable. Errors of a single
@@ -85,7 +84,7 @@ def plan_conversions(
     source, destination = parse_path(root), parse_path(dst)
     formats.get_writable_format(options.to)
     with families.use_converter_file(options.converter):
-        selection = select_checkpoints(source, selection_options, task)
+        selection = select_checkpoints(source, selection_options, environment)
     _require_destination(selection.root, destination)
     _require_template_for_files(destination, options)
     targets = [_build_target(destination, item) for item in selection.checkpoints]

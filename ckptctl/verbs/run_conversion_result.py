@@ -12,6 +12,7 @@ from ckptctl.errors import CkptError, PartialError, quote_names
 from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
 from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.selection import Selection
+from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
 
@@ -120,6 +121,11 @@ class RunConversionPlan(
     ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
         """Number of checkpoints by action."""
         return Counter(item.action for item in self.checkpoints)
+
+    @property
+    def is_hub_upload(self) -> bool:
+        """Whether the outputs are uploaded to the Hub."""
+        return parse_scheme(str(self.destination)) == HUB_SCHEME
 
     @property
     def is_partial(self) -> bool:

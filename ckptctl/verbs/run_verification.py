@@ -12,10 +12,9 @@ from typing import Annotated
 from ckptctl import families
 from ckptctl.errors import CkptError, PartialError, StorageError, quote_names
 from ckptctl.results import JsonField, Result, round_seconds
+from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.run_options import SelectionOptions
 from ckptctl.runs.selection import Selection, select_checkpoints
-from ckptctl.runs.tasks import Task
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -110,7 +109,7 @@ def verify_checkpoints(
     root: TreePath,
     options: VerifyOptions,
     selection_options: SelectionOptions,
-    task: Task | None,
+    environment: Mapping[str, str],
     report: Callable[[VerifiedCheckpoint], None],
     start_item: StartItem,
 ) -> RunVerification:
@@ -120,13 +119,13 @@ def verify_checkpoints(
         root: Folder of the run.
         options: Options of each verification.
         selection_options: Options that select checkpoints.
-        task: Task whose part is verified, or None for all checkpoints.
+        environment: Environment variables that select the task of a job array, if any.
         report: Called with the result for each checkpoint.
         start_item: Starts the progress display for each checkpoint.
     """
     start = clock.monotonic()
     with families.use_converter_file(options.converter):
-        selection = select_checkpoints(root, selection_options, task, model=options.model)
+        selection = select_checkpoints(root, selection_options, environment, model=options.model)
     verified = []
     for number, checkpoint in enumerate(selection.checkpoints, 1):
         label = f"verifying {checkpoint.name} ({number} of {len(selection.checkpoints)})"

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verbs",),
     ("save_load",),
     ("conversion",),
-    ("shared_options",),
+    ("shared_options", "run_options"),
     ("option_checks", "ranks"),
     ("formats",),
     ("families", "storage"),

@@ -17,7 +17,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import format_option, rename_options_in_messages
 from ckptctl.keywords import show_options_as_keywords
-from ckptctl.runs.run_options import PruneOptions
+from ckptctl.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 

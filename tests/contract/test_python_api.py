@@ -13,7 +13,7 @@ from ckptctl.cli import commands
 from ckptctl.cli.commands import Command
 from ckptctl.errors import UsageError
 from ckptctl.options import Argument, DeclaredOption, list_options
-from ckptctl.runs.run_options import RunBatchOptions
+from ckptctl.run_options import RunBatchOptions
 from tests.contract.additions import NOT_IN_PYTHON
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}

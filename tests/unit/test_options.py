@@ -19,7 +19,7 @@ from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError, format_option
 from ckptctl.keywords import accept_keywords, get_python_help
 from ckptctl.options import Argument, Option, OptionConflict, Options, list_options
-from ckptctl.runs.run_options import PruneOptions
+from ckptctl.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.storage.threads import create_daemon, create_thread_pool
 from ckptctl.verbs.comparison.diff_options import DiffOptions

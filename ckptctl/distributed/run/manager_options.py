@@ -18,7 +18,7 @@ from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.options import Option, list_options
 from ckptctl.planner.retention import Policy, Retainable
-from ckptctl.runs.run_options import KeepOptions
+from ckptctl.run_options import KeepOptions
 from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.tree import TreePath
 

@@ -15,7 +15,7 @@ from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
 from ckptctl.options import Option, Options, option_group
 from ckptctl.ranks.coordinator import RankCollectives, run_and_all_gather
-from ckptctl.runs.run_options import parse_duration
+from ckptctl.run_options import parse_duration
 
 
 def check_steps(value: Iterable[int]) -> frozenset[int]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from ckptctl.errors import UsageError
-from ckptctl.runs.run_options import check_task, parse_step_range
+from ckptctl.run_options import check_task, parse_step_range
 from ckptctl.runs.tasks import divide_evenly, find_task
 
 

@@ -32,11 +32,12 @@ def parse_duration(value: float | str) -> float:
 
 def check_metric_names(value: str | Sequence[str]) -> tuple[str, ...]:
     """Check metric names. A name needs a direction unless it ends in ``loss`` or ``accuracy``."""
-    from ckptctl.planner.retention import BestRule
-
     texts = checks.check_globs(value)
-    for text in texts:
-        BestRule.parse(text)
+    if texts:
+        from ckptctl.planner.retention import BestRule  # only needed for this option
+
+        for text in texts:
+            BestRule.parse(text)
     return texts
 
 

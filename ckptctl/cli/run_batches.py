@@ -1,4 +1,4 @@
-"""Output of commands that convert the checkpoints of a run one by one (``--each``)."""
+"""Output of commands that process the checkpoints of a run one by one (``--each``)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import count_ranks
 from ckptctl.cli.tables import Column, StyledText
 from ckptctl.cli.typed_paths import format_command_line
-from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import PartialError, RefusedError, UsageError, format_option
-from ckptctl.runs.run_options import RunBatchOptions
-from ckptctl.runs.tasks import Task, find_task
-from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
 if TYPE_CHECKING:
+    from ckptctl.conversion.conversion_options import ConversionOptions
+    from ckptctl.run_options import RunBatchOptions
+    from ckptctl.runs.selection import Selection
     from ckptctl.verbs.run_conversion_result import (
         ConvertedCheckpoint,
         PlannedCheckpoint,
         RunConversionPlan,
         RunConversionResult,
     )
+    from ckptctl.verbs.run_verification import RunVerification, VerifiedCheckpoint
+    from ckptctl.verbs.verification.verify_options import VerifyOptions
 
 PLAN_COLUMNS = (
     Column("action"),
@@ -47,14 +48,17 @@ RESULT_COLUMNS = (
 )
 
 
-def find_printed_task(
-    batch: RunBatchOptions, output: Printer, *, single_process: bool
-) -> Task | None:
-    """Return the task of this process, after printing it if the environment determines it.
+VERIFICATION_COLUMNS = (
+    Column("verdict"),
+    tables.name_column("name", keep=24),
+    tables.number_column("size"),
+    Column("data"),
+    tables.prose_column("why"),
+)
 
-    Raises:
-        UsageError: The process is one of several ranks, or the task is not determined.
-    """
+
+def _require_single_process(*, single_process: bool) -> None:
+    """Raise if this process is one of several ranks."""
     if count_ranks() > 1 and not single_process:
         raise UsageError(
             f"{format_option('--each')} runs in a single process",
@@ -62,10 +66,13 @@ def find_printed_task(
             hint=f"divide a run with {format_option('--task I/N')}, and pass "
             f"{format_option('--single-process')} inside such a job",
         )
-    task = find_task(batch.task, os.environ)
+
+
+def _print_task(output: Printer, selection: Selection) -> None:
+    """Print the task if the environment determines it."""
+    task = selection.task
     if task is not None and task.origin:
         output.print_statement(f"task {task.number} of {task.count} (from {task.origin})")
-    return task
 
 
 def convert_run(
@@ -89,8 +96,9 @@ def convert_run(
     from ckptctl.verbs import run_conversion as op
 
     output = Printer(run.json, run.quiet)
-    task = find_printed_task(batch, output, single_process=run.single_process)
-    plan = op.plan_conversions(root, dst, options, batch, task)
+    _require_single_process(single_process=run.single_process)
+    plan = op.plan_conversions(root, dst, options, batch, os.environ)
+    _print_task(output, plan.selection)
     _print_statements(output, plan)
     if run.dry_run:
         output.print_answer(
@@ -105,7 +113,7 @@ def convert_run(
             raise typer.Exit(PartialError.exit_code)
         output.print_hint(f"run it with `{format_command_line()}`")
         return
-    if parse_scheme(str(dst)) == HUB_SCHEME:
+    if plan.is_hub_upload:
         _confirm_uploads(output, plan, dst, run.yes)
     done: list[ConvertedCheckpoint] = []
 
@@ -216,3 +224,54 @@ def _format_result(result: RunConversionResult) -> str:
         f"{counts or 'no checkpoint'}; {format_bytes(result.nbytes)} written in "
         f"{format_seconds(result.seconds)}"
     )
+
+
+def verify_run(
+    root: TreePath,
+    options: VerifyOptions,
+    batch: RunBatchOptions,
+    output: Printer,
+    *,
+    single_process: bool,
+) -> None:
+    """Verify the checkpoints of a run, and exit with code 7 if any did not pass."""
+    from ckptctl.verbs import run_verification as op
+
+    _require_single_process(single_process=single_process)
+
+    def report(item: VerifiedCheckpoint) -> None:
+        _print_item(output, item)
+
+    result = op.verify_checkpoints(
+        root, options, batch, os.environ, report, partial(show_progress, output)
+    )
+    _print_task(output, result.selection)
+    if output.mode == "json":
+        output.print_document("verify", result)
+    elif output.mode == "human":
+        output.print_line(_format_result(result), "bold")
+    result.require_complete()
+
+
+def _print_item(output: Printer, item: VerifiedCheckpoint) -> None:
+    """Print one line for a checkpoint as soon as it is verified."""
+    nbytes = item.checkpoint.entry.nbytes
+    data = item.verification.data if item.verification else "not read"
+    if output.mode == "quiet" and not item.is_success:
+        output.print_line(f"{item.checkpoint.name}: {item.reason}")
+    elif output.mode == "plain":
+        row = (str(item.verdict), item.checkpoint.name, nbytes, data, item.reason)
+        output.print_table([row], VERIFICATION_COLUMNS)
+        output.header = False
+    elif output.mode == "human":
+        facts = (item.checkpoint.name, f"{item.verdict}", format_bytes(nbytes), f"data {data}")
+        style = None if item.is_success else VERDICT_STYLES[item.verdict]
+        output.print_sentence(" · ".join(filter(None, (*facts, item.reason))), style)
+    if output.mode != "json":
+        output.flush_answer()
+
+
+def _format_result(result: RunVerification) -> str:
+    counts = ", ".join(f"{count:,} {verdict}" for verdict, count in sorted(result.counts.items()))
+    checked = pluralize(len(result.checkpoints), "checkpoint")
+    return f"{checked}: {counts or 'none'}; checked in {format_seconds(result.seconds)}"
