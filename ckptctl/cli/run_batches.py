@@ -57,7 +57,7 @@ VERIFICATION_COLUMNS = (
 )
 
 
-def _require_single_process(*, single_process: bool) -> None:
+def _refuse_ranks(*, single_process: bool) -> None:
     """Raise if this process is one of several ranks."""
     if count_ranks() > 1 and not single_process:
         raise UsageError(
@@ -96,7 +96,7 @@ def convert_run(
     from ckptctl.verbs import run_conversion as op
 
     output = Printer(run.json, run.quiet)
-    _require_single_process(single_process=run.single_process)
+    _refuse_ranks(single_process=run.single_process)
     plan = op.plan_conversions(root, dst, options, batch, os.environ)
     _print_task(output, plan.selection)
     _print_statements(output, plan)
@@ -237,7 +237,7 @@ def verify_run(
     """Verify the checkpoints of a run, and exit with code 7 if any did not pass."""
     from ckptctl.verbs import run_verification as op
 
-    _require_single_process(single_process=single_process)
+    _refuse_ranks(single_process=single_process)
 
     def report(item: VerifiedCheckpoint) -> None:
         _print_item(output, item)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import InPanel, Json, SingleProcess, command, make_quiet_option
-from ckptctl.cli.findings import group_findings
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
@@ -80,6 +79,8 @@ def verify(
 
 
 def _show_result(output: Printer, result: Verification) -> None:
+    from ckptctl.cli.findings import group_findings  # only needed on a terminal
+
     output.print_headline(
         result.path,
         result.format,
