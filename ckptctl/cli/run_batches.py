@@ -249,7 +249,7 @@ def verify_run(
     if output.mode == "json":
         output.print_document("verify", result)
     elif output.mode == "human":
-        output.print_line(_format_result(result), "bold")
+        output.print_line(_format_verification(result), "bold")
     result.require_complete()
 
 
@@ -271,7 +271,7 @@ def _print_item(output: Printer, item: VerifiedCheckpoint) -> None:
         output.flush_answer()
 
 
-def _format_result(result: RunVerification) -> str:
+def _format_verification(result: RunVerification) -> str:
     counts = ", ".join(f"{count:,} {verdict}" for verdict, count in sorted(result.counts.items()))
     checked = pluralize(len(result.checkpoints), "checkpoint")
     return f"{checked}: {counts or 'none'}; checked in {format_seconds(result.seconds)}"

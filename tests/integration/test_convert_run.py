@@ -232,7 +232,8 @@ def test_runs_of_trainers(tmp_path: Path, run: str, count: int) -> None:
     assert list(statuses(result).values()) == ["converted"] * count
     for item in result.checkpoints:
         target = item.planned.target
-        ckptctl.convert(item.planned.checkpoint.path, tmp_path / "alone" / target.name, to="hf")
+        checkpoint = Path(item.planned.checkpoint.path)
+        ckptctl.convert(checkpoint, tmp_path / "alone" / target.name, to="hf")
     assert digests(tmp_path / "out") == digests(tmp_path / "alone")
     again = ckptctl.convert_run(source, tmp_path / "out", to="hf")
     assert list(statuses(again).values()) == ["present"] * count
