@@ -39,6 +39,7 @@ ROOMS = {
     "numerics": ("ckptctl.numerics",),
     "adapters": ("ckptctl.adapters",),
     "facts": ("ckptctl.facts", "ckptctl.references"),
+    "fit": ("ckptctl.fit",),
     "remote": ("ckptctl.remote",),
     "converters": ("converters",),
     "verbs": ("ckptctl.verbs",),
@@ -54,7 +55,7 @@ ROOMS = {
 
 LEVELS = (
     ("shared", "planner", "storage", "conversion"),
-    ("formats", "numerics", "adapters", "facts", "remote", "converters"),
+    ("formats", "numerics", "adapters", "facts", "fit", "remote", "converters"),
     ("verbs", "runs", "training"),
     ("cli", "integrations"),
 )

@@ -60,6 +60,8 @@ from ckptctl.verbs.verification.structure import check_index, is_about_unreadabl
 from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, strip_structure_claim
 
 if TYPE_CHECKING:
+    from ckptctl.fit.fit_options import FitOptions
+    from ckptctl.fit.fit_result import Fit
     from ckptctl.storage.files import Readable
 
 READS_PER_TENSOR = 2
@@ -92,14 +94,18 @@ def inspect_checkpoint(
             )
             if inspection is None:
                 raise
-            given_options = {"--stats": options.stats, "--include": options.include}
+            given_options = {
+                "--stats": options.stats,
+                "--fit": options.fit,
+                "--include": options.include,
+            }
             require_single_checkpoint(
                 inspection, [name for name, is_given in given_options.items() if is_given]
             )
             return inspection
         statistics = _measure_catalog(catalog, options.include, progress) if options.stats else {}
         request = ModelRequest(options.model_type, reference=options.reference)
-        inspection = describe_catalog(redact_path(path), catalog, statistics, request)
+        inspection = describe_catalog(redact_path(path), catalog, statistics, request, options)
         return replace(inspection, values=read_short_values(catalog))
 
 
@@ -212,12 +218,16 @@ def describe_catalog(
     catalog: Catalog,
     statistics: Mapping[str, Statistics],
     request: ModelRequest = DETECT_ALL,
+    fit: FitOptions | None = None,
 ) -> Inspection:
-    """Describe *catalog*. *statistics* maps tensor names to measured statistics."""
+    """Describe *catalog*. *statistics* maps tensor names to measured statistics.
+
+    If *fit* names GPUs, also compute the memory that the model needs on them.
+    """
     contents = describe_contents(path, catalog, statistics)
     if not catalog.tensors:
         return contents
-    catalog = strip_wrappers(catalog)
+    catalog = stored = strip_wrappers(catalog)
     model = recognize_model(catalog, request=request)
     if contents.dequantizable and not model.exact:
         with suppress(CkptError):  # model types describe dequantized tensors
@@ -253,7 +263,14 @@ def describe_catalog(
             *(_format_finding(finding) for finding in findings if finding.severity == "warning"),
             *_iterate_model_notes(model, request.model_type),
         ),
+        fit=_compute_fit(stored, model, fit) if fit and fit.fit else None,
     )
+
+
+def _compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
+    from ckptctl.fit.memory import compute_fit  # only for --fit
+
+    return compute_fit(stored, model, options)
 
 
 def _iterate_model_notes(model: Model, model_type: str | None) -> Iterable[str]:

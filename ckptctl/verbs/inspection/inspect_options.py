@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import shared_options as opt
+from ckptctl.fit.fit_options import FitOptions
 from ckptctl.options import Option, OptionConflict
 
 
@@ -17,7 +18,7 @@ def build_output_exclusion(other: str) -> OptionConflict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+class InspectOptions(FitOptions, opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     """Options of ``inspect``, as in ``ckptctl inspect --help``."""
 
     stats: Annotated[

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.catalog import Finding
+from ckptctl.fit.fit_result import Fit
 from ckptctl.results import JsonField, Result
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.statistics import Statistics
@@ -172,6 +173,9 @@ class Inspection(
         tuple[RunMember, ...], JsonField("checkpoints of a run folder, in natural order")
     ] = ()
     run: RunFolder | None = None
+    fit: Annotated[
+        Fit | None, JsonField("memory for inference; only with `--fit`", optional=True)
+    ] = None
 
     @classmethod
     def from_members(

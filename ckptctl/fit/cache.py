@@ -1,0 +1,504 @@
+"""Cache of each layer of a model: keys and values, latents, or states.
+
+Tables of the family and shapes of the tensors show what a layer caches. config.json states windows
+and sizes that no tensor has. Whatever is not known is an error with a reason, never a guess.
+
+====================  ========================================  ===================================
+tensors of a layer    elements per token                        elements per request
+====================  ========================================  ===================================
+``k``, ``v``          rows of ``k`` + rows of ``v``             -
+``kv_a``              rows of ``kv_a`` (latent and rotary key)  -
+``linear_conv_*``     -                                         channels x (taps - 1), and key
+                                                                dimension x rows of values
+``mamba_conv*``       -                                         channels x (taps - 1), and
+                                                                state size x inner size
+``conv``              -                                         channels x (taps - 1)
+====================  ========================================  ===================================
+
+Sources: vLLM's ``v1/kv_cache_interface.py`` (``FullAttentionSpec``, ``MLAAttentionSpec``,
+``SlidingWindowSpec``, ``ChunkedLocalAttentionSpec``, ``MambaSpec``),
+``layers/mamba/mamba_utils.py`` (``MambaStateShapeCalculator``, ``MambaStateDtypeCalculator``) and
+``models/deepseek_v2.py`` (``DeepseekV32IndexerCache``), and transformers' ``cache_utils.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptctl.errors import MappingError
+from ckptctl.fit.sharding import LAYERS, get_logical_name, is_layer_tensor
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.config_facts import (
+    FULL_ATTENTION,
+    LOCAL_ATTENTION,
+    Json,
+    find_default_size,
+)
+from ckptctl.planner.families.declarations import choose_field_alias, get_nested
+from ckptctl.planner.families.tables import Leaf, LogicalTensor
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import MatchedKeys
+
+FULL, SLIDING, CHUNKED = "full attention", "sliding window", "chunked attention"
+LATENT, LINEAR = "latent attention", "linear attention"
+STATE_SPACE, CONVOLUTION = "state space", "convolution"
+
+FULL_TYPES = (FULL_ATTENTION, "attention", "hybrid")
+SLIDING_TYPES = (LOCAL_ATTENTION, "hybrid_sliding")
+CHUNKED_TYPES = ("chunked_attention",)
+STATE_TYPES = ("linear_attention", "mamba", "conv", "moe", "mlp")
+"""Values of ``layer_types`` in config.json: types with each kind of cache."""
+WINDOW_FIELDS = ("sliding_window", "sliding_window_size")
+ALL_LAYERS_SLIDE = ("ministral3", "mistral", "mixtral", "phi3", "starcoder2")
+"""Values of ``model_type`` of models whose layers all have the window that config.json states."""
+SPARSE_LATENT = ("deepseek_v32", "glm_moe_dsa")
+"""Families with DeepSeek's sparse attention, whose indexer caches keys of its own."""
+UNCHUNKED_INTERVAL = 4
+"""Default of ``no_rope_layer_interval`` in transformers' ``Llama4TextConfig``."""
+WITHOUT_LAYERS_OF_TEXT = {
+    "clip_text": "the model is an encoder, which has no KV cache",
+    "llama3_vision": "cross-attention layers cache the image, whose size is not known",
+    "muse_spark": "the model also generates audio",
+    "qwen3_omni_moe": "the model consists of several models that generate",
+    "t5_encoder": "the model is an encoder, which has no KV cache",
+}
+UNCACHED_WORDS = {
+    *("w1", "w2", "w3", "w13", "up", "down", "norm", "router", "expert", "shared", "dense", "moe"),
+    *("mlp", "latent", "pool", "unpool", "layer", "residual", "alpha", "beta", "epsilon", "ple"),
+}
+"""First words of names of tensors that do not belong to attention."""
+ATTENTION_WORDS = {
+    *("q", "k", "v", "o", "qkv", "kv", "gate", "sinks", "linear", "mamba", "conv", "ssmax"),
+    *("post", "vision", "attn", "ffn", "hc", "scale", "attention"),
+}
+"""First words of names of tensors of layers with a cache that is described."""
+UNKNOWN_NAMES = ("conv_1", "conv_2", "k_conv", "kv", "ple_conv", "v_conv")
+"""Names of tensors of layers with an unsupported cache."""
+INDEX_WORD = "index"
+"""First word of names of tensors of an indexer."""
+INDEXER_BLOCK, SCALE_BYTES = 128, 4
+"""Block size of the fp8 keys of an indexer, and of fp8 latents, and the bytes of its scale."""
+STATE_FIELDS = ("mamba_d_state", "ssm_state_size")
+GROUP_FIELDS = ("mamba_n_groups", "n_groups")
+SSM_DTYPE = "mamba_ssm_dtype"
+
+
+class UnknownCacheError(MappingError):
+    """The cache of a model cannot be determined."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Elements that a layer keeps for each request, independent of its length.
+
+    Attributes:
+        elements: Number of elements that tensor-parallel ranks split.
+        grouped: Number of elements for each group of a state space layer.
+        groups: Number of groups. If ranks outnumber groups, each rank has one group.
+        dtype: Dtype of the elements, or None for the dtype of the model.
+    """
+
+    elements: int
+    grouped: int = 0
+    groups: int = 1
+    dtype: str | None = None
+
+    def count_elements(self, ranks: int) -> int:
+        """Count the elements on each of *ranks* ranks.
+
+        Raises:
+            UnknownCacheError: They cannot be divided.
+        """
+        if self.elements % ranks:
+            raise UnknownCacheError(f"a state of {self.elements} cannot be divided by {ranks}")
+        groups = self.groups // ranks if self.groups % ranks == 0 else 1
+        return self.elements // ranks + self.grouped * groups
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Cache of one layer.
+
+    Attributes:
+        kind: Kind of the layer.
+        elements: Elements per token.
+        heads: Number of key/value heads, which tensor-parallel ranks split. 0 if every rank has all
+            elements, and None if the number is unknown.
+        window: Largest number of cached tokens, or None if there is no limit.
+        states: States per request.
+        extra_bytes: Bytes per token that do not depend on the dtype of the cache.
+        fp8_bytes: Bytes per token with an fp8 cache, if they are not those of *elements*.
+    """
+
+    kind: str
+    elements: int = 0
+    heads: int | None = 0
+    window: int | None = None
+    states: tuple[State, ...] = ()
+    extra_bytes: int = 0
+    fp8_bytes: int = 0
+
+    def count_elements(self, ranks: int) -> int:
+        """Count the elements per token on each of *ranks* ranks.
+
+        Raises:
+            UnknownCacheError: The heads cannot be divided.
+        """
+        if self.heads == 0 or ranks == 1:
+            return self.elements
+        if self.heads is None:
+            raise UnknownCacheError("the number of key/value heads is unknown")
+        if self.heads % ranks and ranks % self.heads:
+            raise UnknownCacheError(
+                f"{self.heads} key/value heads cannot be divided among {ranks} ranks"
+            )
+        return self.elements // self.heads * max(1, self.heads // ranks)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Tensors of one layer.
+
+    Attributes:
+        rows: Number of elements of each tensor, by name without indices, divided by the hidden
+            size if the tensor has that axis.
+        leaves: Leaf of each tensor.
+        shapes: Shape of each stored tensor.
+    """
+
+    number: int
+    rows: dict[str, int] = field(default_factory=dict)
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def find_text_config(family: Family, config: Json) -> Json:
+    """Return the part of config.json that describes the language model."""
+    name = choose_field_alias(config, family.sizes[LAYERS][0]) if LAYERS in family.sizes else ""
+    module = name.rpartition(".")[0]
+    holder = get_nested(config, module) if module else config
+    return holder if isinstance(holder, Mapping) else config
+
+
+def describe_layers(
+    family: Family,
+    matched: MatchedKeys,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: AxisSizes,
+    config: Json,
+) -> list[LayerCache | None]:
+    """Describe the cache of every layer, or None for a layer that caches nothing.
+
+    Args:
+        family: The model type.
+        matched: Matched keys of the model.
+        shapes: Shapes of the tensors, by key.
+        sizes: Sizes of the axes.
+        config: config.json.
+
+    Raises:
+        UnknownCacheError: The cache of a layer cannot be determined.
+    """
+    if reason := WITHOUT_LAYERS_OF_TEXT.get(family.name):
+        raise UnknownCacheError(reason)
+    text = find_text_config(family, config)
+    layers = _collect_layers(family, matched, shapes, sizes)
+    if [layer.number for layer in layers] != list(range(len(layers))) or not layers:
+        raise UnknownCacheError("not all layers are present")
+    has_keys = any("k" in layer.rows or "qkv" in layer.rows for layer in layers)
+    windows = _find_windows(family, text, len(layers)) if has_keys else [None] * len(layers)
+    shared = text.get("num_kv_shared_layers")
+    first_shared = len(layers) - (shared if isinstance(shared, int) else 0)
+    return [
+        _describe_layer(family, layer, window, sizes, text) if layer.number < first_shared else None
+        for layer, window in zip(layers, windows, strict=True)
+    ]
+
+
+def _collect_layers(
+    family: Family, matched: MatchedKeys, shapes: Mapping[str, tuple[int, ...]], sizes: AxisSizes
+) -> list[_Layer]:
+    """Collect the tensors of every layer."""
+    hidden_size = sizes.axes.get("d")
+    layers: dict[int, _Layer] = {}
+    for group in matched.groups:
+        for tensor, leaf in group.stored.parts:
+            if not is_layer_tensor(tensor) or not family.expert_axes.isdisjoint(leaf.axes):
+                continue
+            name = get_logical_name(tensor)
+            numbers = group.iterate_index_values(tensor.indices)
+            for (*outer, number), key in zip(numbers, group.keys, strict=True):
+                if (tensor.name, (*outer, number)) in matched.excluded:
+                    continue
+                layer = layers.setdefault(number, _Layer(number))
+                layer.leaves[name], layer.shapes[name] = leaf, shapes[key]
+                rows = _count_rows(family, tensor, leaf, shapes[key], hidden_size, sizes)
+                if rows is not None:
+                    layer.rows[name] = rows + layer.rows.get(name, 0)
+    return [layers[number] for number in sorted(layers)]
+
+
+def _count_rows(
+    family: Family,
+    tensor: LogicalTensor,
+    leaf: Leaf,
+    shape: tuple[int, ...],
+    hidden_size: int | None,
+    sizes: AxisSizes,
+) -> int | None:
+    """Count the elements of a tensor, without the hidden size, or return None if it is unknown."""
+    axes = tuple(axis for axis in leaf.axes if axis != "d")
+    if leaf.part is not None:
+        return sizes.find_size(family.expand_axes(axes))
+    if len(axes) == len(leaf.axes):
+        return math.prod(shape)
+    return math.prod(shape) // hidden_size if hidden_size else None
+
+
+# -------------------------------------------------------------------------------- windows
+
+
+def _find_windows(
+    family: Family, text: Json, count: int
+) -> list[tuple[str, int | None] | None]:
+    """Return the kind and the window of the attention of every layer."""
+    types = text.get("layer_types")
+    if isinstance(types, list):
+        if len(types) < count:
+            raise UnknownCacheError(f"`layer_types` has {len(types)} entries for {count} layers")
+        return [_find_window_of_type(text, kind) for kind in types[:count]]
+    full, unset = (FULL, None), object()
+    if text.get("attention_chunk_size") is not None:
+        return _find_chunked_layers(text, count)
+    window = next((text[name] for name in WINDOW_FIELDS if name in text), unset)
+    if text.get("use_sliding_window") is False or window is None:
+        return [full] * count
+    if window is unset:
+        style = family.megatron
+        if style and any(fact.config == "sliding_window" for fact in style.facts):
+            raise UnknownCacheError("config.json does not state `sliding_window`")
+        return [full] * count
+    local = (SLIDING, _read_count(text, WINDOW_FIELDS))
+    if text.get("model_type") in ALL_LAYERS_SLIDE:
+        return [local] * count
+    is_full = _find_full_layers(family, text, count)
+    return [full if number in is_full else local for number in range(count)]
+
+
+def _find_full_layers(family: Family, text: Json, count: int) -> set[int]:
+    """Return the numbers of the layers without a window, if config.json lists no types."""
+    pattern = text.get("hybrid_layer_pattern")
+    if isinstance(pattern, list) and len(pattern) >= count:
+        return {number for number in range(count) if pattern[number] == 0}
+    first_local = text.get("max_window_layers")
+    if text.get("use_sliding_window") is True and isinstance(first_local, int):
+        return set(range(min(first_local, count)))
+    kind, default_period = family.megatron.layer_pattern if family.megatron else ("", 1)
+    period = text.get("sliding_window_pattern", default_period if kind == LOCAL_ATTENTION else None)
+    if isinstance(period, int) and period > 0:
+        return {number for number in range(count) if (number + 1) % period == 0}
+    raise UnknownCacheError(
+        "config.json states `sliding_window`, but not the layers that have the window"
+    )
+
+
+def _find_window_of_type(text: Json, kind: object) -> tuple[str, int | None] | None:
+    if kind in FULL_TYPES:
+        return FULL, None
+    if kind in SLIDING_TYPES:
+        return SLIDING, _read_count(text, WINDOW_FIELDS)
+    if kind in CHUNKED_TYPES:
+        return CHUNKED, _read_count(text, ("attention_chunk_size",))
+    if kind in STATE_TYPES:
+        return None
+    raise UnknownCacheError(f"unsupported layer type `{kind}` in config.json")
+
+
+def _find_chunked_layers(text: Json, count: int) -> list[tuple[str, int | None] | None]:
+    """Return the kind and the window of the layers of Llama 4 if config.json lists no types."""
+    chunked = CHUNKED, _read_count(text, ("attention_chunk_size",))
+    rotated = text.get("no_rope_layers")
+    if not rotated:
+        interval = text.get("no_rope_layer_interval", UNCHUNKED_INTERVAL)
+        if not isinstance(interval, int) or interval < 1:
+            raise UnknownCacheError("`no_rope_layer_interval` is not a positive number")
+        rotated = [int((number + 1) % interval != 0) for number in range(count)]
+    if not isinstance(rotated, list) or len(rotated) < count:
+        raise UnknownCacheError(f"`no_rope_layers` does not describe {count} layers")
+    return [chunked if is_rotated else (FULL, None) for is_rotated in rotated[:count]]
+
+
+def _read_count(text: Json, names: Sequence[str]) -> int:
+    """Return the first positive number among the fields *names* of config.json.
+
+    Raises:
+        UnknownCacheError: None of them is a positive number.
+    """
+    for name in names:
+        value = text.get(name, find_default_size(text, name))
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise UnknownCacheError(f"config.json does not state `{names[0]}`")
+
+
+# --------------------------------------------------------------------------------- layers
+
+
+def _describe_layer(
+    family: Family,
+    layer: _Layer,
+    window: tuple[str, int | None] | None,
+    sizes: AxisSizes,
+    text: Json,
+) -> LayerCache | None:
+    """Describe the cache of one layer."""
+    caches = list(_iterate_caches(family, layer, window, sizes, text))
+    _require_known_tensors(family, layer, is_cached=bool(caches))
+    if not caches:
+        return None
+    first, *others = caches
+    states = tuple(state for cache in caches for state in cache.states)
+    keyed = next((cache for cache in caches if cache.elements), first)
+    return LayerCache(
+        keyed.kind if not others else f"{keyed.kind} + {STATE_SPACE}",
+        keyed.elements,
+        keyed.heads,
+        keyed.window,
+        states,
+        keyed.extra_bytes,
+        keyed.fp8_bytes,
+    )
+
+
+def _require_known_tensors(family: Family, layer: _Layer, *, is_cached: bool) -> None:
+    """Raise if a tensor of the layer may belong to a cache that is not described."""
+    known_words = UNCACHED_WORDS | (ATTENTION_WORDS if is_cached else set())
+    if family.name in SPARSE_LATENT:
+        known_words |= {INDEX_WORD}
+    for name in layer.rows:
+        if name in UNKNOWN_NAMES or name.partition("_")[0] not in known_words:
+            key = layer.leaves[name].key.text
+            raise UnknownCacheError(f"the cache of layers with `{key}` is not supported")
+
+
+def _iterate_caches(
+    family: Family,
+    layer: _Layer,
+    window: tuple[str, int | None] | None,
+    sizes: AxisSizes,
+    text: Json,
+) -> Iterator[LayerCache]:
+    rows = layer.rows
+    if "kv_a" in rows:
+        yield _describe_latent(family, layer)
+    if "k" in rows or "qkv" in rows:
+        if window is None:
+            raise UnknownCacheError("`layer_types` contradicts the tensors of a layer")
+        kind, tokens = window
+        elements = _count_keys_and_values(layer, text)
+        yield LayerCache(kind, elements, _count_heads(family, layer, sizes), tokens)
+    if "linear_conv_v" in rows:
+        yield _describe_delta_net(layer, sizes)
+    if any(name.startswith("mamba_conv") for name in rows):
+        yield _describe_state_space(layer, sizes, text)
+    if "conv" in rows:
+        taps = _get_taps(layer, "conv", sizes)
+        yield LayerCache(CONVOLUTION, states=(State(rows["conv"] // taps * (taps - 1)),))
+
+
+def _count_keys_and_values(layer: _Layer, text: Json) -> int:
+    rows = layer.rows
+    if "qkv" in rows:
+        if "t" not in layer.leaves["qkv"].axes:
+            raise UnknownCacheError("queries, keys and values are not separate")
+        return rows["qkv"] // 3 * 2
+    if "v" in rows:
+        return rows["k"] + rows["v"]
+    if text.get("attention_k_eq_v") is True:
+        return 2 * rows["k"]
+    raise UnknownCacheError(f"layer {layer.number} has keys, but no values")
+
+
+def _count_heads(family: Family, layer: _Layer, sizes: AxisSizes) -> int | None:
+    """Count the key/value heads of a layer, or return None if tensors do not show their number."""
+    if "qkv" in layer.rows:
+        return sizes.axes.get("h")
+    axes = layer.leaves["k"].axes
+    varying = {size.axis for size in family.layer_sizes} | set(family.free)
+    if not varying.isdisjoint(axes):
+        head_size = layer.rows.get("k_norm")
+        is_shared = "k_norm" in layer.leaves and layer.leaves["k_norm"].axes == ("e",)
+        return layer.rows["k"] // head_size if head_size and is_shared else None
+    return sizes.axes.get("k") if "k" in axes else sizes.axes.get("h")
+
+
+def _describe_latent(family: Family, layer: _Layer) -> LayerCache:
+    """Describe latent attention, which caches the latent and the rotary key of each token."""
+    width = layer.rows["kv_a"]
+    if family.name not in SPARSE_LATENT:
+        return LayerCache(LATENT, width)
+    index = layer.rows.get("index_k", 0)
+    indexer_bytes = index + -(-index // INDEXER_BLOCK) * SCALE_BYTES
+    latent = layer.rows["kv_a_norm"]
+    fp8_bytes = latent + -(-latent // INDEXER_BLOCK) * SCALE_BYTES + 2 * (width - latent)
+    return LayerCache(LATENT, width, extra_bytes=indexer_bytes, fp8_bytes=fp8_bytes)
+
+
+def _get_taps(layer: _Layer, name: str, sizes: AxisSizes) -> int:
+    leaf = layer.leaves[name]
+    if leaf.part is None and ("taps",) in leaf.dims:
+        return layer.shapes[name][leaf.dims.index(("taps",))]
+    if taps := sizes.axes.get("taps"):
+        return taps
+    raise UnknownCacheError("the kernel size of the convolution is unknown")
+
+
+def _describe_delta_net(layer: _Layer, sizes: AxisSizes) -> LayerCache:
+    """Describe a gated delta net or Kimi delta attention."""
+    rows = layer.rows
+    taps = _get_taps(layer, "linear_conv_v", sizes)
+    channels = sum(rows[f"linear_conv_{part}"] for part in "qkv") // taps
+    key_axes = layer.leaves["linear_conv_k"].axes
+    is_kimi = "lh" in key_axes
+    key_size = sizes.axes.get("le" if is_kimi else "ld")
+    if key_size is None:
+        raise UnknownCacheError("the key dimension of linear attention is unknown")
+    recurrent = rows["linear_conv_v"] // taps * key_size
+    dtype = "float32" if is_kimi else SSM_DTYPE
+    return LayerCache(LINEAR, states=(State(channels * (taps - 1)), State(recurrent, dtype=dtype)))
+
+
+def _describe_state_space(layer: _Layer, sizes: AxisSizes, text: Json) -> LayerCache:
+    """Describe a layer of Mamba or Mamba 2."""
+    rows = layer.rows
+    names = [name for name in rows if name.startswith("mamba_conv") and not name.endswith("bias")]
+    taps = _get_taps(layer, names[0], sizes)
+    channels = sum(rows[name] for name in names) // taps
+    inner = rows["mamba_out"]
+    if layer.leaves["mamba_a_log"].axes[-1:] == ("ms",):
+        state_size = rows["mamba_a_log"] // inner
+        conv = State(channels * (taps - 1))
+        return LayerCache(STATE_SPACE, states=(conv, State(inner * state_size, dtype=SSM_DTYPE)))
+    state_size, groups = _read_count(text, STATE_FIELDS), _read_count(text, GROUP_FIELDS)
+    if channels != inner + 2 * groups * state_size:
+        raise UnknownCacheError(
+            f"config.json states {groups} groups with a state of {state_size}, but the convolution "
+            f"has {channels} channels"
+        )
+    conv = State(inner * (taps - 1), 2 * state_size * (taps - 1), groups)
+    return LayerCache(STATE_SPACE, states=(conv, State(inner * state_size, dtype=SSM_DTYPE)))
+
+
+def get_state_dtype(state: State, model_dtype: str, text: Json) -> str:
+    """Return the dtype of *state*.
+
+    As in vLLM, ``mamba_ssm_dtype`` in config.json applies to recurrent states, and the dtype of the
+    model to all others.
+    """
+    if state.dtype != SSM_DTYPE:
+        return state.dtype or model_dtype
+    stated: Any = text.get(SSM_DTYPE)
+    return stated if isinstance(stated, str) else model_dtype

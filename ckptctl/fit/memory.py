@@ -1,0 +1,453 @@
+"""Memory of weights and caches on each GPU, and the requests that fit next to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ckptctl import dtypes, families
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.recognition.model import Model
+from ckptctl.errors import CkptError, MappingError, UsageError, format_option
+from ckptctl.fit.cache import (
+    LayerCache,
+    describe_layers,
+    find_text_config,
+    get_state_dtype,
+)
+from ckptctl.fit.fit_options import FitOptions, Gpus, parse_gpus
+from ckptctl.fit.fit_result import CacheUse, Fit, StageUse
+from ckptctl.fit.sharding import (
+    LAYERS,
+    Ranks,
+    assign_layers,
+    compute_share,
+    find_outer_stage,
+    is_layer_tensor,
+)
+from ckptctl.numerics.quantized import survey_leniently
+from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
+from ckptctl.planner.config_facts import Json
+from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.mapping.matching import MatchedKeys
+from ckptctl.units import pluralize
+
+FP8 = "float8_e4m3fn"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
+"""Dtypes of the cache, by the values of ``--kv-dtype``."""
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Fields of config.json with the largest number of tokens, as in hf-mem."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Division of GPUs into pipeline stages, copies and tensor-parallel ranks."""
+
+    gpus: Gpus
+    ranks: Ranks
+    stages: int
+    copies: int
+
+
+def _read_grid(options: FitOptions) -> _Grid:
+    """Divide the GPUs of ``--fit`` as the options state.
+
+    Raises:
+        UsageError: The number of GPUs is not divisible.
+    """
+    gpus, stages = parse_gpus(options.fit or ""), options.pp or 1
+    if gpus.count % stages:
+        raise _indivisible_error(gpus.count, "GPU", "--pp", stages)
+    stage_gpus = gpus.count // stages
+    tensor, expert = options.tp or stage_gpus, options.ep or 1
+    for name, value in (("--tp", tensor), ("--ep", expert)):
+        if stage_gpus % value:
+            raise _indivisible_error(stage_gpus, "GPU", name, value)
+    return _Grid(gpus, Ranks(tensor, expert), stages, stage_gpus // tensor)
+
+
+def _indivisible_error(count: int, noun: str, name: str, value: int) -> UsageError:
+    return UsageError(
+        f"{pluralize(count, noun)} cannot be divided by {format_option(name)} {value}",
+        why="each pipeline stage has the same number of GPUs, and so has each of its copies",
+        hint=f"choose a divisor of {count}, or set the number of GPUs, as in "
+        f"{format_option('--fit 8x80GB')}",
+    )
+
+
+def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
+    """Compute the memory for inference, and the requests that fit.
+
+    Args:
+        stored: Catalog of the checkpoint, with quantized weights as they are stored.
+        model: Model in the checkpoint, whose weights may be dequantized.
+        options: GPUs, their division, and requests.
+
+    Raises:
+        UsageError: The number of GPUs is not divisible.
+    """
+    grid, reasons = _read_grid(options), list[str]()
+    sizes_by_key = _measure_weights(stored, model)
+    weights = sum(sizes_by_key.values())
+    family = families.family(model.model_type) if model.model_type else None
+    layout = _find_layout(family, model)
+    text = find_text_config(family, model.config) if family and model.config else model.config or {}
+    context = _find_context(options, text, reasons)
+    kv_dtype = _find_cache_dtype(options, model.config or {}, text, reasons)
+    uses: list[StageUse] = []
+    division: _Weights | None = None
+    caches: list[LayerCache | None] | None = None
+    if family is None or layout is None:
+        reasons.append("the model type is unknown, so layers and heads are unknown")
+        if grid.gpus.count == 1:
+            division = _Weights([weights], [None], weights, None)
+    else:
+        matched = model.match_keys(family, layout, model.tensors.keys())
+        sizes = _solve_sizes(family, layout, model, matched, reasons)
+        try:
+            division = _divide_weights(family, model, matched, sizes, sizes_by_key, grid)
+        except MappingError as error:
+            reasons.append(f"weights per GPU: {error.what}")
+        try:
+            caches = _describe_caches(family, model, matched, sizes)
+        except MappingError as error:
+            reasons.append(f"KV cache: {error.what}")
+    cache = (
+        _CacheSizes(caches, kv_dtype, _find_model_dtype(model.config or {}, text), text)
+        if caches is not None and kv_dtype
+        else None
+    )
+    for stage in range(grid.stages):
+        layers = division.layers[stage] if division else None
+        uses.append(_describe_stage(stage, division, layers, cache, grid, context, reasons))
+    requests, max_context = _count_requests(uses, cache, division, grid, context, reasons)
+    is_too_large = any(
+        use.weights is not None and use.weights > grid.gpus.memory for use in uses
+    )
+    fits = False if is_too_large else None if requests is None else requests > 0
+    return Fit(
+        gpus=grid.gpus.count,
+        memory=grid.gpus.memory,
+        tp=grid.ranks.tensor,
+        pp=grid.stages,
+        ep=grid.ranks.expert,
+        dp=grid.copies,
+        context=context,
+        kv_dtype=kv_dtype,
+        weights=weights,
+        replicated=division.replicated if division else None,
+        experts=division.experts if division else None,
+        stages=tuple(uses),
+        cache=cache.describe_kinds(context) if cache else None,
+        token_bytes=cache.count_token_bytes(range(len(cache.layers)), 1) if cache else None,
+        request_bytes=cache.count_request_bytes(range(len(cache.layers)), 1, context)
+        if cache and context
+        else None,
+        requests=requests,
+        max_context=max_context,
+        fits=fits,
+        unknown=tuple(dict.fromkeys(reasons)),
+    )
+
+
+def _find_layout(family: Family | None, model: Model) -> Layout | None:
+    """Return the layout of the model, or the first of equivalent ones."""
+    if family is None:
+        return None
+    names = (name for other, name in model.pairs if other == family.name)
+    name = model.layout or next(names, None)
+    return family.get_layout(name) if name else None
+
+
+# -------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Division of weights among GPUs.
+
+    Attributes:
+        stages: Bytes on the fullest GPU of each pipeline stage.
+        layers: Layers of each stage, or None if they are unknown.
+        replicated: Bytes of weights that every tensor-parallel rank has completely.
+        experts: Bytes of all expert weights, or None if it is unknown which they are.
+    """
+
+    stages: list[int]
+    layers: list[range | None]
+    replicated: int
+    experts: int | None
+
+
+def _measure_weights(stored: Catalog, model: Model) -> dict[str, int]:
+    """Return the stored bytes of each tensor of the model.
+
+    Bytes of quantized weights include their scales.
+    """
+    weights = {
+        key: entry.nbytes for key, entry in model.tensors.items() if entry.alias_of is None
+    }
+    if model.catalog.tensors.keys() == stored.tensors.keys():
+        return weights
+    for weight in survey_leniently(stored).weights:
+        key = weight.key.removeprefix(model.root)
+        if key in weights:
+            names = [name for name in weight.names if name in stored.tensors]
+            weights[key] = sum(stored.tensors[name].nbytes for name in names)
+    return weights
+
+
+def _solve_sizes(
+    family: Family, layout: Layout, model: Model, matched: MatchedKeys, reasons: list[str]
+) -> AxisSizes:
+    """Solve for the sizes of all axes from shapes and configuration."""
+    observations: dict[object, ObservedShape] = {}
+    for key, stored in matched.tensor_by_key.items():
+        shape = model.tensors[key].shape
+        observations.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
+    counts = {
+        axis: count
+        for axis, count in matched.count_indices().items()
+        if axis in layout.spread_axes
+    }
+    try:
+        configured = model.get_axis_sizes(family, implied=True)
+        configured.pop("v", None)  # stored vocabularies may be padded
+        return solve_axis_sizes(family, observations.values(), {**configured, **counts})
+    except CkptError as error:
+        reasons.append(f"sizes of the model: {error.what}")
+        return AxisSizes({}, {})
+
+
+def _divide_weights(
+    family: Family,
+    model: Model,
+    matched: MatchedKeys,
+    sizes: AxisSizes,
+    sizes_by_key: Mapping[str, int],
+    grid: _Grid,
+) -> _Weights:
+    """Divide the weights among the GPUs.
+
+    Raises:
+        MappingError: A size is unknown or cannot be divided.
+    """
+    count = matched.count_indices().get(LAYERS, 0)
+    layers: list[range | None] = (
+        [range(count)] if grid.stages == 1 else [*assign_layers(count, grid.stages)]
+    )
+    ties = {tie.of: tie.tensor for tie in family.ties}
+    tied = ties if grid.stages > 1 and not _has_heads(ties.values(), matched) else {}
+    stages = [Fraction(0)] * grid.stages
+    replicated = experts = 0
+    remaining = dict(sizes_by_key)
+    for group in matched.groups:
+        tensor = group.stored.parts[0][0]
+        numbers = group.columns.get(LAYERS) if is_layer_tensor(tensor) else None
+        for position, key in enumerate(group.keys):
+            nbytes = remaining.pop(key, None)
+            if nbytes is None:
+                continue
+            share = compute_share(family, group.stored, model.tensors[key], sizes, grid.ranks)
+            replicated += nbytes if share.rank == 1 and grid.ranks.tensor > 1 else 0
+            experts += nbytes if share.is_expert else 0
+            places = (
+                find_outer_stage(tensor, grid.stages, tied)
+                if numbers is None
+                else {_find_stage(layers, numbers[position])}
+            )
+            for stage in places:
+                stages[stage] += nbytes * share.rank
+    stages[0] += sum(remaining.values())
+    return _Weights([-(-stage.numerator // stage.denominator) for stage in stages], layers, replicated, experts)
+
+
+def _has_heads(heads: Iterable[str], matched: MatchedKeys) -> bool:
+    return any(name in matched.group_by_name for name in heads)
+
+
+def _find_stage(layers: Sequence[range | None], number: int) -> int:
+    return next(stage for stage, numbers in enumerate(layers) if numbers and number in numbers)
+
+
+# ---------------------------------------------------------------------------------- cache
+
+
+def _describe_caches(
+    family: Family, model: Model, matched: MatchedKeys, sizes: AxisSizes
+) -> list[LayerCache | None]:
+    if model.config is None:
+        raise MappingError("there is no config.json, which states windows and sizes of states")
+    shapes = {key: entry.shape for key, entry in model.tensors.items()}
+    return describe_layers(family, matched, shapes, sizes, model.config)
+
+
+def _find_context(options: FitOptions, text: Json, reasons: list[str]) -> int | None:
+    if options.context is not None:
+        return int(options.context)
+    for name in CONTEXT_FIELDS:
+        value = text.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    reasons.append(
+        f"config.json does not state the number of tokens; pass {format_option('--context')}"
+    )
+    return None
+
+
+def _find_model_dtype(config: Json, text: Json) -> str | None:
+    """Return the dtype of the model that config.json states."""
+    for file in (text, config):
+        for name in ("dtype", "torch_dtype"):
+            value = file.get(name)
+            if isinstance(value, str) and value.removeprefix("torch.") in DTYPES.values():
+                return value.removeprefix("torch.")
+    return None
+
+
+def _find_cache_dtype(
+    options: FitOptions, config: Json, text: Json, reasons: list[str]
+) -> str | None:
+    """Return the dtype of the cache, as vLLM chooses it.
+
+    It is fp8 if a ``kv_cache_scheme`` in config.json states 8-bit floats, else that of the model.
+    """
+    if options.kv_dtype != "auto":
+        return DTYPES[options.kv_dtype]
+    quantization = config.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    if isinstance(scheme, Mapping):
+        if scheme.get("num_bits") == 8 and scheme.get("type") == "float":
+            return FP8
+        reasons.append(f"unsupported `kv_cache_scheme`; pass {format_option('--kv-dtype')}")
+        return None
+    dtype = _find_model_dtype(config, text)
+    if dtype is None:
+        reasons.append(f"config.json does not state `dtype`; pass {format_option('--kv-dtype')}")
+    return dtype
+
+
+@dataclass(frozen=True)
+class _CacheSizes:
+    """Caches of all layers, with their dtypes."""
+
+    layers: Sequence[LayerCache | None]
+    dtype: str
+    model_dtype: str | None
+    text: Json
+
+    def _count_layer_token_bytes(self, layer: LayerCache, ranks: int) -> int:
+        if layer.fp8_bytes and self.dtype == FP8:
+            return layer.fp8_bytes + layer.extra_bytes
+        itemsize = dtypes.get_itemsize(self.dtype)
+        return layer.count_elements(ranks) * itemsize + layer.extra_bytes
+
+    def _count_layer_state_bytes(self, layer: LayerCache, ranks: int) -> int:
+        total = 0
+        for state in layer.states:
+            dtype = get_state_dtype(state, self.model_dtype or self.dtype, self.text)
+            total += state.count_elements(ranks) * dtypes.get_itemsize(dtype)
+        return total
+
+    def _select(self, numbers: Iterable[int]) -> Iterable[LayerCache]:
+        return (layer for number in numbers if (layer := self.layers[number]))
+
+    def count_token_bytes(self, numbers: Iterable[int], ranks: int) -> int:
+        """Count the bytes per token of layers on one rank, before any window is full."""
+        return sum(
+            self._count_layer_token_bytes(layer, ranks) for layer in self._select(numbers)
+        )
+
+    def count_request_bytes(self, numbers: Iterable[int], ranks: int, context: int) -> int:
+        """Count the bytes of layers on one rank for a request of *context* tokens."""
+        return sum(
+            self._count_layer_token_bytes(layer, ranks) * min(context, layer.window or context)
+            + self._count_layer_state_bytes(layer, ranks)
+            for layer in self._select(numbers)
+        )
+
+    def find_largest_context(self, numbers: Sequence[int], ranks: int, free: int) -> int | None:
+        """Return the largest context of one request, or None if it is unlimited."""
+        layers = list(self._select(numbers))
+        grows = any(layer.window is None and layer.elements for layer in layers)
+        low, high = 0, max([1, *(layer.window for layer in layers if layer.window)])
+        while self.count_request_bytes(numbers, ranks, high) <= free:
+            if not grows:
+                return None
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.count_request_bytes(numbers, ranks, middle) <= free:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def describe_kinds(self, context: int | None) -> tuple[CacheUse, ...]:
+        """Describe the caches by kind and window, without division among GPUs."""
+        groups: dict[tuple[str, int | None], list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            if layer:
+                groups.setdefault((layer.kind, layer.window), []).append(number)
+        return tuple(
+            CacheUse(
+                kind,
+                len(numbers),
+                window,
+                self.count_token_bytes(numbers, 1),
+                self.count_request_bytes(numbers, 1, 0),
+                self.count_request_bytes(numbers, 1, context) if context else None,
+            )
+            for (kind, window), numbers in groups.items()
+        )
+
+
+def _describe_stage(
+    stage: int,
+    division: _Weights | None,
+    layers: range | None,
+    cache: _CacheSizes | None,
+    grid: _Grid,
+    context: int | None,
+    reasons: list[str],
+) -> StageUse:
+    weights = division.stages[stage] if division else None
+    count = len(layers) if layers is not None else None
+    if cache is None or layers is None:
+        return StageUse(count, weights, None, None)
+    try:
+        token_bytes = cache.count_token_bytes(layers, grid.ranks.tensor)
+        nbytes = (
+            cache.count_request_bytes(layers, grid.ranks.tensor, context) if context else None
+        )
+    except MappingError as error:
+        reasons.append(f"KV cache per GPU: {error.what}")
+        return StageUse(count, weights, None, None)
+    return StageUse(count, weights, token_bytes, nbytes)
+
+
+def _count_requests(
+    uses: Sequence[StageUse],
+    cache: _CacheSizes | None,
+    division: _Weights | None,
+    grid: _Grid,
+    context: int | None,
+    reasons: list[str],
+) -> tuple[int | None, int | None]:
+    """Return the number of requests and the context of a single request that fit."""
+    if cache is None or division is None or any(use.token_bytes is None for use in uses):
+        return None, None
+    requests: list[int] = []
+    contexts: list[int] = []
+    for use, numbers in zip(uses, division.layers, strict=True):
+        free = max(0, grid.gpus.memory - (use.weights or 0))
+        if use.request_bytes:
+            requests.append(free // use.request_bytes)
+        if numbers is not None:
+            largest = cache.find_largest_context(numbers, grid.ranks.tensor, free)
+            contexts += [] if largest is None else [largest]
+    total = min(requests) * grid.copies if requests else None
+    if context and not requests:
+        reasons.append("requests need no cache, so their number is unlimited")
+    return total, min(contexts, default=None)
