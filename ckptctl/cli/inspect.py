@@ -70,6 +70,7 @@ class ShowOptions(Options):
     "ckptctl inspect step-2000 --depth 2 --sort size",
     "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
     "ckptctl inspect hf://org/model@main           (reads only headers, like all URLs)",
+    "ckptctl inspect hf://org/model --fit 4x80GB --context 32k   (memory for inference)",
     "ckptctl inspect step-2000 --json | jq .parameters",
     prints="ckptctl.verbs.inspection.inspect_result:Inspection",
     runs_without_arguments=True,
@@ -150,6 +151,10 @@ def _print_tensors(
         output.print_table(
             listing.make_tensor_rows(output, selected, show.sort, options.stats), columns
         )
+    elif inspection.fit:
+        from ckptctl.cli.fit_tables import show_fit  # only for --fit
+
+        show_fit(output, inspection.fit)
     else:
         columns = listing.TREE_COLUMNS if output.mode == "human" else listing.LEAF_COLUMNS
         output.print_table(

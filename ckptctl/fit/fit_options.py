@@ -19,6 +19,17 @@ SMALLEST_GPU_BYTES = 1 << 20
 """Smallest memory of a GPU. A smaller number probably lacks its unit."""
 
 
+OTHER_OUTPUTS = tuple(
+    OptionConflict(
+        other,
+        why="{this} does not affect the output of {other}",
+        hint="omit {this} or {other}",
+    )
+    for other in ("markdown", "quiet", "tensors", "depth", "stats")
+)
+"""Options that print something else than the memory."""
+
+
 class Gpus(NamedTuple):
     """GPUs with the same memory."""
 
@@ -76,13 +87,7 @@ class FitOptions(Options):
             "4x80GB.",
             metavar="[Nx]SIZE",
             check=check_gpus,
-            excludes=(
-                OptionConflict(
-                    "markdown",
-                    why="{this} does not affect the output of {other}",
-                    hint="omit {this} or {other}",
-                ),
-            ),
+            excludes=OTHER_OUTPUTS,
         ),
     ] = None
     context: Annotated[
