@@ -42,7 +42,9 @@ def show_fit(output: Printer, fit: Fit) -> None:
     parallel = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     output.print_headline(
         f"memory on {gpus}{format_bytes(fit.memory)}",
-        *filter(None, (parallel, fit.kv_dtype and f"KV cache in {listing.shorten_dtype(fit.kv_dtype)}")),
+        *filter(
+            None, (parallel, fit.kv_dtype and f"KV cache in {listing.shorten_dtype(fit.kv_dtype)}")
+        ),
     )
     output.print_table(
         [

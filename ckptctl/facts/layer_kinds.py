@@ -71,14 +71,7 @@ def find_size_mismatches(
         groups = [group for group in leaf.dims if not by_axis.keys().isdisjoint(group)]
         if not groups or leaf.part is not None or tensor.indices[-1:] != ("i",):
             continue
-        layer_sizes = {
-            axis_name: _get_layer_size(item, config, values[-1], total)
-            for axis_name, item in by_axis.items()
-        }
-        sizes = {
-            **common_sizes,
-            **{axis: size for axis, size in layer_sizes.items() if size is not None},
-        }
+        sizes = {**common_sizes, **read_layer_sizes(family, config, values[-1], total)}
         for key in keys.values():
             for group in groups:
                 dim = leaf.dims.index(group)
@@ -100,6 +93,17 @@ def find_size_mismatches(
                         fact,
                         (item, Statement(fact, shape[dim], tensor_text, is_shown_by_tensors=True)),
                     )
+
+
+def read_layer_sizes(family: Family, config: Json, layer: int, total: int) -> dict[str, int]:
+    """Read the sizes of axes in one layer that config.json states per layer, by axis.
+
+    *total* is the number of layers.
+    """
+    by_axis = {
+        size.axis: _get_layer_size(size, config, layer, total) for size in family.layer_sizes
+    }
+    return {axis: size for axis, size in by_axis.items() if size is not None}
 
 
 def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:

@@ -1,1 +1,1 @@
-"""Memory that a model needs for inference: weights and KV cache per GPU, computed from its index."""
+"""Memory for inference: weights and KV cache of each GPU, computed from the index of a model."""

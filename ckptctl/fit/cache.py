@@ -29,7 +29,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptctl.errors import MappingError
-from ckptctl.fit.sharding import LAYERS, get_logical_name, is_layer_tensor
+from ckptctl.fit.sharding import (
+    LAYERS,
+    get_layer_sizes,
+    get_logical_name,
+    is_layer_tensor,
+)
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.config_facts import (
     FULL_ATTENTION,
@@ -38,7 +43,7 @@ from ckptctl.planner.config_facts import (
     find_default_size,
 )
 from ckptctl.planner.families.declarations import choose_field_alias, get_nested
-from ckptctl.planner.families.tables import Leaf, LogicalTensor
+from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys
 
@@ -212,10 +217,13 @@ def describe_layers(
     windows = _find_windows(family, text, len(layers)) if has_keys else [None] * len(layers)
     shared = text.get("num_kv_shared_layers")
     first_shared = len(layers) - (shared if isinstance(shared, int) else 0)
-    return [
-        _describe_layer(family, layer, window, sizes, text) if layer.number < first_shared else None
-        for layer, window in zip(layers, windows, strict=True)
-    ]
+    caches: list[LayerCache | None] = []
+    for layer, window in zip(layers, windows, strict=True):
+        layer_sizes = get_layer_sizes(family, sizes, config, layer.number, len(layers))
+        is_shared = layer.number >= first_shared
+        cache = None if is_shared else _describe_layer(family, layer, window, layer_sizes, text)
+        caches.append(cache)
+    return caches
 
 
 def _collect_layers(
@@ -235,7 +243,7 @@ def _collect_layers(
                     continue
                 layer = layers.setdefault(number, _Layer(number))
                 layer.leaves[name], layer.shapes[name] = leaf, shapes[key]
-                rows = _count_rows(family, tensor, leaf, shapes[key], hidden_size, sizes)
+                rows = _count_rows(family, leaf, shapes[key], hidden_size, sizes)
                 if rows is not None:
                     layer.rows[name] = rows + layer.rows.get(name, 0)
     return [layers[number] for number in sorted(layers)]
@@ -243,7 +251,6 @@ def _collect_layers(
 
 def _count_rows(
     family: Family,
-    tensor: LogicalTensor,
     leaf: Leaf,
     shape: tuple[int, ...],
     hidden_size: int | None,
@@ -261,9 +268,7 @@ def _count_rows(
 # -------------------------------------------------------------------------------- windows
 
 
-def _find_windows(
-    family: Family, text: Json, count: int
-) -> list[tuple[str, int | None] | None]:
+def _find_windows(family: Family, text: Json, count: int) -> list[tuple[str, int | None] | None]:
     """Return the kind and the window of the attention of every layer."""
     types = text.get("layer_types")
     if isinstance(types, list):
@@ -399,7 +404,7 @@ def _iterate_caches(
             raise UnknownCacheError("`layer_types` contradicts the tensors of a layer")
         kind, tokens = window
         elements = _count_keys_and_values(layer, text)
-        yield LayerCache(kind, elements, _count_heads(family, layer, sizes), tokens)
+        yield LayerCache(kind, elements, _count_heads(layer, sizes), tokens)
     if "linear_conv_v" in rows:
         yield _describe_delta_net(layer, sizes)
     if any(name.startswith("mamba_conv") for name in rows):
@@ -422,17 +427,12 @@ def _count_keys_and_values(layer: _Layer, text: Json) -> int:
     raise UnknownCacheError(f"layer {layer.number} has keys, but no values")
 
 
-def _count_heads(family: Family, layer: _Layer, sizes: AxisSizes) -> int | None:
+def _count_heads(layer: _Layer, sizes: AxisSizes) -> int | None:
     """Count the key/value heads of a layer, or return None if tensors do not show their number."""
     if "qkv" in layer.rows:
         return sizes.axes.get("h")
     axes = layer.leaves["k"].axes
-    varying = {size.axis for size in family.layer_sizes} | set(family.free)
-    if not varying.isdisjoint(axes):
-        head_size = layer.rows.get("k_norm")
-        is_shared = "k_norm" in layer.leaves and layer.leaves["k_norm"].axes == ("e",)
-        return layer.rows["k"] // head_size if head_size and is_shared else None
-    return sizes.axes.get("k") if "k" in axes else sizes.axes.get("h")
+    return sizes.axes.get("k") if "k" in axes else sizes.axes.get("h") if "h" in axes else None
 
 
 def _describe_latent(family: Family, layer: _Layer) -> LayerCache:

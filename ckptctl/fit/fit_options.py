@@ -129,8 +129,8 @@ class FitOptions(Options):
     ep: Annotated[
         int | None,
         Option(
-            "Number of GPUs among which the experts of a layer are distributed.  [default: 1, which "
-            "splits each expert like other weights]",
+            "Number of GPUs among which experts are distributed.  [default: 1, which splits each "
+            "expert like other weights]",
             metavar="N",
             check=check_positive,
             requires="fit",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ckptctl import dtypes, families
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import CkptError, MappingError, UsageError, format_option
+from ckptctl.errors import MappingError, UsageError, format_option
 from ckptctl.fit.cache import (
     LayerCache,
     describe_layers,
@@ -20,16 +20,19 @@ from ckptctl.fit.fit_options import FitOptions, Gpus, parse_gpus
 from ckptctl.fit.fit_result import CacheUse, Fit, StageUse
 from ckptctl.fit.sharding import (
     LAYERS,
+    VOCABULARY,
     Ranks,
+    Share,
     assign_layers,
     compute_share,
     find_outer_stage,
+    get_layer_sizes,
     is_layer_tensor,
 )
 from ckptctl.numerics.quantized import survey_leniently
 from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.config_facts import Json
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import Family, Layout, LayoutTensor
 from ckptctl.planner.mapping.matching import MatchedKeys
 from ckptctl.units import pluralize
 
@@ -104,7 +107,11 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
             division = _Weights([weights], [None], weights, None)
     else:
         matched = model.match_keys(family, layout, model.tensors.keys())
-        sizes = _solve_sizes(family, layout, model, matched, reasons)
+        try:
+            sizes = solve_sizes(family, layout, model, matched)
+        except MappingError as error:
+            reasons.append(f"sizes of the model: {error.what}")
+            sizes = AxisSizes({}, {})
         try:
             division = _divide_weights(family, model, matched, sizes, sizes_by_key, grid)
         except MappingError as error:
@@ -122,9 +129,7 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
         layers = division.layers[stage] if division else None
         uses.append(_describe_stage(stage, division, layers, cache, grid, context, reasons))
     requests, max_context = _count_requests(uses, cache, division, grid, context, reasons)
-    is_too_large = any(
-        use.weights is not None and use.weights > grid.gpus.memory for use in uses
-    )
+    is_too_large = any(use.weights is not None and use.weights > grid.gpus.memory for use in uses)
     fits = False if is_too_large else None if requests is None else requests > 0
     return Fit(
         gpus=grid.gpus.count,
@@ -185,9 +190,7 @@ def _measure_weights(stored: Catalog, model: Model) -> dict[str, int]:
 
     Bytes of quantized weights include their scales.
     """
-    weights = {
-        key: entry.nbytes for key, entry in model.tensors.items() if entry.alias_of is None
-    }
+    weights = {key: entry.nbytes for key, entry in model.tensors.items() if entry.alias_of is None}
     if model.catalog.tensors.keys() == stored.tensors.keys():
         return weights
     for weight in survey_leniently(stored).weights:
@@ -198,26 +201,22 @@ def _measure_weights(stored: Catalog, model: Model) -> dict[str, int]:
     return weights
 
 
-def _solve_sizes(
-    family: Family, layout: Layout, model: Model, matched: MatchedKeys, reasons: list[str]
-) -> AxisSizes:
-    """Solve for the sizes of all axes from shapes and configuration."""
+def solve_sizes(family: Family, layout: Layout, model: Model, matched: MatchedKeys) -> AxisSizes:
+    """Solve for the sizes of all axes from shapes and configuration.
+
+    Raises:
+        MappingError: Shapes and configuration contradict each other.
+    """
     observations: dict[object, ObservedShape] = {}
     for key, stored in matched.tensor_by_key.items():
         shape = model.tensors[key].shape
         observations.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
     counts = {
-        axis: count
-        for axis, count in matched.count_indices().items()
-        if axis in layout.spread_axes
+        axis: count for axis, count in matched.count_indices().items() if axis in layout.spread_axes
     }
-    try:
-        configured = model.get_axis_sizes(family, implied=True)
-        configured.pop("v", None)  # stored vocabularies may be padded
-        return solve_axis_sizes(family, observations.values(), {**configured, **counts})
-    except CkptError as error:
-        reasons.append(f"sizes of the model: {error.what}")
-        return AxisSizes({}, {})
+    configured = model.get_axis_sizes(family, implied=True)
+    configured.pop(VOCABULARY, None)  # stored vocabularies may be padded
+    return solve_axis_sizes(family, observations.values(), {**configured, **counts})
 
 
 def _divide_weights(
@@ -242,25 +241,42 @@ def _divide_weights(
     stages = [Fraction(0)] * grid.stages
     replicated = experts = 0
     remaining = dict(sizes_by_key)
-    for group in matched.groups:
-        tensor = group.stored.parts[0][0]
-        numbers = group.columns.get(LAYERS) if is_layer_tensor(tensor) else None
-        for position, key in enumerate(group.keys):
-            nbytes = remaining.pop(key, None)
-            if nbytes is None:
-                continue
-            share = compute_share(family, group.stored, model.tensors[key], sizes, grid.ranks)
-            replicated += nbytes if share.rank == 1 and grid.ranks.tensor > 1 else 0
-            experts += nbytes if share.is_expert else 0
-            places = (
-                find_outer_stage(tensor, grid.stages, tied)
-                if numbers is None
-                else {_find_stage(layers, numbers[position])}
-            )
-            for stage in places:
-                stages[stage] += nbytes * share.rank
+    for stored, number, key, share in iterate_shares(family, model, matched, sizes, grid.ranks):
+        nbytes = remaining.pop(key, None)
+        if nbytes is None:
+            continue
+        replicated += nbytes if share.rank == 1 and grid.ranks.tensor > 1 else 0
+        experts += nbytes if share.is_expert else 0
+        places = (
+            find_outer_stage(stored.parts[0][0], grid.stages, tied)
+            if number is None
+            else {_find_stage(layers, number)}
+        )
+        for stage in places:
+            stages[stage] += nbytes * share.rank
     stages[0] += sum(remaining.values())
-    return _Weights([-(-stage.numerator // stage.denominator) for stage in stages], layers, replicated, experts)
+    return _Weights(
+        [-(-stage.numerator // stage.denominator) for stage in stages], layers, replicated, experts
+    )
+
+
+def iterate_shares(
+    family: Family, model: Model, matched: MatchedKeys, sizes: AxisSizes, ranks: Ranks
+) -> Iterator[tuple[LayoutTensor, int | None, str, Share]]:
+    """Yield each tensor of the model, with its layer, its key and its share on the fullest rank.
+
+    Raises:
+        MappingError: A size is unknown or cannot be divided.
+    """
+    total = matched.count_indices().get(LAYERS, 0)
+    for group in matched.groups:
+        is_in_layer = is_layer_tensor(group.stored.parts[0][0])
+        for position, key in enumerate(group.keys):
+            number = group.columns[LAYERS][position] if is_in_layer else None
+            layer_sizes = get_layer_sizes(family, sizes, model.config, number, total)
+            entry = model.tensors[key]
+            share = compute_share(family, group.stored, entry, layer_sizes, ranks)
+            yield group.stored, number, key, share
 
 
 def _has_heads(heads: Iterable[str], matched: MatchedKeys) -> bool:
@@ -355,9 +371,7 @@ class _CacheSizes:
 
     def count_token_bytes(self, numbers: Iterable[int], ranks: int) -> int:
         """Count the bytes per token of layers on one rank, before any window is full."""
-        return sum(
-            self._count_layer_token_bytes(layer, ranks) for layer in self._select(numbers)
-        )
+        return sum(self._count_layer_token_bytes(layer, ranks) for layer in self._select(numbers))
 
     def count_request_bytes(self, numbers: Iterable[int], ranks: int, context: int) -> int:
         """Count the bytes of layers on one rank for a request of *context* tokens."""
@@ -418,9 +432,7 @@ def _describe_stage(
         return StageUse(count, weights, None, None)
     try:
         token_bytes = cache.count_token_bytes(layers, grid.ranks.tensor)
-        nbytes = (
-            cache.count_request_bytes(layers, grid.ranks.tensor, context) if context else None
-        )
+        nbytes = cache.count_request_bytes(layers, grid.ranks.tensor, context) if context else None
     except MappingError as error:
         reasons.append(f"KV cache per GPU: {error.what}")
         return StageUse(count, weights, None, None)

@@ -20,7 +20,9 @@ from fractions import Fraction
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
+from ckptctl.facts.layer_kinds import read_layer_sizes
 from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.config_facts import Json
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Family, LayoutTensor
 from ckptctl.planner.model_parallel import PartSplit, compute_part_lengths
@@ -77,6 +79,16 @@ def is_layer_tensor(tensor: LogicalTensor) -> bool:
     return tensor.indices[-1:] == (LAYERS,)
 
 
+def get_layer_sizes(
+    family: Family, sizes: AxisSizes, config: Json | None, layer: int | None, total: int
+) -> AxisSizes:
+    """Return the sizes of axes in one of *total* layers, or outside the layers if it is None."""
+    if not family.layer_sizes or config is None or layer is None:
+        return sizes
+    axes = {**sizes.axes, **read_layer_sizes(family, config, layer, total)}
+    return AxisSizes(axes, sizes.products)
+
+
 def compute_share(
     family: Family, stored: LayoutTensor, entry: TensorEntry, sizes: AxisSizes, ranks: Ranks
 ) -> Share:
@@ -96,9 +108,7 @@ def compute_share(
     tensor_by_part = {leaf.part: logical for logical, leaf in reversed(stored.parts)}
     leaves = stored.leaves
     if len(leaves) == 1:
-        axis_share = _compute_part_share(
-            family, tensor, leaves[0], entry, sizes, ranks.tensor
-        )
+        axis_share = _compute_part_share(family, tensor, leaves[0], entry, sizes, ranks.tensor)
         return Share(axis_share, is_expert)
     splits = [PartSplit(leaf, None, None) for leaf in leaves]
     lengths = compute_part_lengths(family, entry.name, splits, sizes)

@@ -6,8 +6,10 @@ added to it, and one column more of a convolution's state than vLLM.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,15 @@ import pytest
 import torch
 
 import ckptctl
-from tests.oracle.hf_models import random_model
+from ckptctl import families, formats
+from ckptctl.conversion.recognition.model import recognize_model
+from ckptctl.fit.memory import iterate_shares, solve_sizes
+from ckptctl.fit.sharding import Ranks
 from tests.oracle.tiny import TINY, family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from tests.oracle.hf_models import random_model
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -89,3 +98,99 @@ def test_cache_equals_tensors_of_transformers(name: str, tmp_path: Path) -> None
     expected = ITEMSIZE * count_elements(output.past_key_values, without_keys=has_latents)
     expected += count_latents(model, config) if has_latents else 0
     assert fit.request_bytes == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3.no_q_lora"])
+def test_latents_equal_tensors_of_mlx_lm(name: str, tmp_path: Path) -> None:
+    """mlx-lm caches the latent and the rotary key, as vLLM does."""
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from tests.oracle.mlx_models import load
+
+    model = random_model(TINY[name]())
+    model.save_pretrained(tmp_path)
+    fit = ckptctl.inspect(tmp_path, fit="1GB", context=TOKENS, kv_dtype="fp32").fit
+    assert fit
+    program = load(tmp_path)
+    cache = make_prompt_cache(program)
+    mx.eval(program(mx.array([list(range(3, 3 + TOKENS))]), cache=cache))
+    elements = sum(
+        tensor.shape[-1] * tensor.shape[1]
+        for layer in cache
+        for tensor in (layer.keys, layer.values)
+    )
+    assert fit.token_bytes == elements * ITEMSIZE
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe", "olmo2", "gemma"])
+def test_cache_and_weights_equal_those_of_hf_mem(name: str, tmp_path: Path) -> None:
+    """hf-mem assumes that all layers cache keys and values of all tokens."""
+    kv_cache = pytest.importorskip("hf_mem.safetensors.kv_cache", reason="hf-mem is not installed")
+    model = random_model(TINY[name]())
+    model.save_pretrained(tmp_path)
+    fit = ckptctl.inspect(tmp_path, fit="1GB", context=TOKENS, kv_dtype="fp32").fit
+    assert fit
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = kv_cache.compute_safetensors_kv_cache_size(config, "F32", TOKENS)
+    assert fit.request_bytes == expected
+    assert fit.weights == sum(weight.nbytes for weight in model.parameters())
+
+
+SPLIT_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+FURTHER_STYLES = ("colwise_gather_output", "embedding_rowwise", "moe_tp_experts")
+COUNTED_ON_EVERY_RANK = {
+    "": "vision|audio|talker|code2wav|hyper_connection|indexer",
+    "gemma": "[kv]_proj",  # the only key/value head is repeated
+    "gemma4": "[kv]_proj",
+    "gemma4_text": "[kv]_proj",
+    "glm5_next": "o_proj",
+    "laguna": "g_proj",
+    "mimo_v2_flash": "[kv]_proj",
+}
+"""Weights, by family, that ckptctl counts completely, although transformers splits them."""
+OTHER_NAMES = ("inkling", "kimi_k25", "mistral_large4", "nemotron_h")
+"""Families whose files have other names than transformers' plan."""
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tensor_parallel_split_follows_plan_of_transformers(name: str, tmp_path: Path) -> None:
+    model = random_model(TINY[name]())
+    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        pytest.skip("the class has no plan")
+    model.save_pretrained(tmp_path)
+    shares = compute_shares(tmp_path)
+    family = family_of(name)
+    exceptions = "|".join(
+        filter(None, (COUNTED_ON_EVERY_RANK[""], COUNTED_ON_EVERY_RANK.get(family)))
+    )
+    compared = 0
+    for pattern, style in plan.items():
+        if re.search(exceptions, pattern):
+            continue
+        tail = re.escape(pattern.partition("layers.")[2] or pattern).replace(r"\*", r"\d+")
+        for key in shares:
+            if re.search(exceptions, key) or not re.search(
+                rf"(^|layers\.){tail}(\.weight|\.bias)?$", key
+            ):
+                continue
+            is_row_bias = style == "rowwise" and key.endswith("bias")
+            if style in (*SPLIT_STYLES, *FURTHER_STYLES) and not is_row_bias:
+                assert shares[key] < 1, (key, style)
+                compared += 1
+            elif style.startswith("replicated"):
+                assert shares[key] == 1, (key, style)
+    assert compared or family in OTHER_NAMES
+
+
+def compute_shares(path: Path) -> dict[str, Fraction]:
+    """Compute the share of each weight on one of two ranks."""
+    model = recognize_model(formats.open_checkpoint(path))
+    family = families.family(model.model_type or "")
+    layout = family.get_layout(model.layout or model.pairs[0][1])
+    matched = model.match_keys(family, layout, model.tensors.keys())
+    sizes = solve_sizes(family, layout, model, matched)
+    shares = iterate_shares(family, model, matched, sizes, Ranks(2, 1))
+    return {model.root + key: share.rank for _, _, key, share in shares}
