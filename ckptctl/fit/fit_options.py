@@ -15,7 +15,7 @@ CacheDType = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 TOKENS = re.compile(r"([0-9]{1,12})([kKmM]?)", re.ASCII)
 TOKEN_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX]\s*(\S.*)", re.ASCII | re.DOTALL)
-SMALLEST_GPU_BYTES = 1 << 20
+SMALLEST_GPU_BYTES = 10**6
 """Smallest memory of a GPU. A smaller number probably lacks its unit."""
 
 

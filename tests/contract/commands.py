@@ -81,6 +81,7 @@ LINES = {
     "inspect": (
         Line("{long} --tensors"),
         Line("{hf} --stats"),
+        Line("{hf} --fit 2x80GB --context 4k"),
         Line("{run}"),
         Line("{torn}", 4),
         Line("{ranks}"),
@@ -151,6 +152,7 @@ SCENES = {
     "formats-one": "formats deepspeed",
     "inspect": "inspect hf",
     "inspect-depth": "inspect hf --depth 2 --sort size",
+    "inspect-fit": "inspect hf --fit 2x80GB --context 4k",
     "inspect-long": "inspect long --tensors",
     "inspect-ranks": "inspect ranks",
     "inspect-run": "inspect run",
