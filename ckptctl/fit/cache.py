@@ -46,6 +46,7 @@ from ckptctl.planner.families.declarations import choose_field_alias, get_nested
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys
+from ckptctl.units import pluralize
 
 FULL, SLIDING, CHUNKED = "full attention", "sliding window", "chunked attention"
 LATENT, LINEAR = "latent attention", "linear attention"
@@ -65,7 +66,7 @@ UNCHUNKED_INTERVAL = 4
 """Default of ``no_rope_layer_interval`` in transformers' ``Llama4TextConfig``."""
 WITHOUT_LAYERS_OF_TEXT = {
     "clip_text": "the model is an encoder, which has no KV cache",
-    "llama3_vision": "cross-attention layers cache the image, whose size is not known",
+    "llama3_vision": "cross-attention layers cache the image, and config.json does not state its size",
     "muse_spark": "the model also generates audio",
     "qwen3_omni_moe": "the model consists of several models that generate",
     "t5_encoder": "the model is an encoder, which has no KV cache",
@@ -273,7 +274,7 @@ def _find_windows(family: Family, text: Json, count: int) -> list[tuple[str, int
     types = text.get("layer_types")
     if isinstance(types, list):
         if len(types) < count:
-            raise UnknownCacheError(f"`layer_types` has {len(types)} entries for {count} layers")
+            raise UnknownCacheError(f"`layer_types` does not describe {pluralize(count, 'layer')}")
         return [_find_window_of_type(text, kind) for kind in types[:count]]
     full, unset = (FULL, None), object()
     if text.get("attention_chunk_size") is not None:
@@ -332,7 +333,7 @@ def _find_chunked_layers(text: Json, count: int) -> list[tuple[str, int | None] 
             raise UnknownCacheError("`no_rope_layer_interval` is not a positive number")
         rotated = [int((number + 1) % interval != 0) for number in range(count)]
     if not isinstance(rotated, list) or len(rotated) < count:
-        raise UnknownCacheError(f"`no_rope_layers` does not describe {count} layers")
+        raise UnknownCacheError(f"`no_rope_layers` does not describe {pluralize(count, 'layer')}")
     return [chunked if is_rotated else (FULL, None) for is_rotated in rotated[:count]]
 
 

@@ -25,7 +25,7 @@ OTHER_OUTPUTS = tuple(
         why="{this} does not affect the output of {other}",
         hint="omit {this} or {other}",
     )
-    for other in ("markdown", "quiet", "tensors", "depth", "stats")
+    for other in ("markdown", "tensors", "depth", "stats")
 )
 """Options that print something else than the memory."""
 
@@ -83,8 +83,7 @@ class FitOptions(Options):
     fit: Annotated[
         str | None,
         Option(
-            "Show the memory for weights and KV cache on GPUs with this memory, such as 80GB or "
-            "4x80GB.",
+            "Show memory for inference on such GPUs, as in 4x80GB.",
             metavar="[Nx]SIZE",
             check=check_gpus,
             excludes=OTHER_OUTPUTS,
@@ -96,15 +95,16 @@ class FitOptions(Options):
             "Tokens per request, such as 8192 or 32k.  [default: max_position_embeddings]",
             metavar="N",
             check=check_tokens,
+            panel="Advanced",
             requires="fit",
         ),
     ] = None
     kv_dtype: Annotated[
         CacheDType,
         Option(
-            "Dtype of the KV cache: auto, bf16, fp16, fp32 or fp8.  [default: auto, as in "
-            "config.json]",
+            "Dtype of the KV cache: auto (as in config.json), bf16, fp16, fp32 or fp8.",
             metavar="DTYPE",
+            panel="Advanced",
             requires="fit",
         ),
     ] = "auto"
@@ -114,6 +114,7 @@ class FitOptions(Options):
             "Tensor-parallel size.  [default: all GPUs of a pipeline stage]",
             metavar="N",
             check=check_positive,
+            panel="Advanced",
             requires="fit",
         ),
     ] = None
@@ -123,6 +124,7 @@ class FitOptions(Options):
             "Number of pipeline stages.  [default: 1]",
             metavar="N",
             check=check_positive,
+            panel="Advanced",
             requires="fit",
         ),
     ] = None
@@ -133,6 +135,7 @@ class FitOptions(Options):
             "expert like other weights]",
             metavar="N",
             check=check_positive,
+            panel="Advanced",
             requires="fit",
         ),
     ] = None

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("results", "verdict", "notes", "version"),
     ("__init__",),
 )
-EXTENSIONS = {"adapters", "facts", "numerics", "references", "remote"}
+EXTENSIONS = {"adapters", "facts", "fit", "numerics", "references", "remote"}
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
 LATE = {
