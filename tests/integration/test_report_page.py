@@ -317,3 +317,16 @@ def test_every_control_has_accessible_name(look: Browser, damaged: Path) -> None
     seen = [n for n in nodes if n.get("role", {}).get("value") in roles and not n["ignored"]]
     assert len(seen) > 5
     assert all(node["name"]["value"] for node in seen), seen
+
+
+def test_movement_and_memory_have_plot_and_tables(
+    look: Browser, tmp_path: Path, data: Path
+) -> None:
+    sample = data / "tiny-llama3-hf"
+    page = tmp_path / "page.html"
+    ckptctl.report(sample, page, other=sample, movement=True, fit="2x80GB")
+    look.open(page)
+    assert look.run("document.querySelectorAll('#movement svg .bar-value').length") == 5
+    assert look.run("document.querySelectorAll('#movement tbody tr').length") >= 1
+    assert look.run("document.querySelectorAll('#fit table').length") == 2
+    assert look.run(FAINT) == []

@@ -32,6 +32,7 @@ from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
+from ckptctl.verbs.comparison.movement import ObserveWindow
 from ckptctl.verbs.comparison.padded import remove_padding
 from ckptctl.verbs.comparison.pairing import (
     ComparedSelection,
@@ -63,18 +64,23 @@ def compare_checkpoints(
     b: str | TreePath,
     options: DiffOptions,
     progress: StartProgress = ignore_progress,
+    observe: ObserveWindow | None = None,
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
     Errors measure how far *b* deviates from *a*. *progress* is called with the number of bytes to
-    compare.
+    compare, and *observe* with each pair of windows that is read.
     """
     with families.use_converter_file(options.converter):
-        return _compare_sources(a, b, options, progress)
+        return _compare_sources(a, b, options, progress, observe)
 
 
 def _compare_sources(
-    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: StartProgress
+    a: str | TreePath,
+    b: str | TreePath,
+    options: DiffOptions,
+    progress: StartProgress,
+    observe: ObserveWindow | None,
 ) -> Difference:
     start = time.monotonic()
     (first, trainer_names_a), (second, trainer_names_b) = map(
@@ -97,7 +103,7 @@ def _compare_sources(
     values = _ElementComparison()
     leaves: tuple[LeafDifference, ...] = ()
     if not options.structure:
-        values = _compare_values(first, paired.pairs, mapping, options, progress)
+        values = _compare_values(first, paired.pairs, mapping, options, progress, observe)
         leaves = compare_leaves(first, second, paired.leaves)
     left_out = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
     within = [e for e in values.errors.values() if not e.differing and e.max_abs is not None]
@@ -240,6 +246,7 @@ def _compare_values(
     mapping: StateMapping,
     options: DiffOptions,
     progress: StartProgress,
+    observe: ObserveWindow | None,
 ) -> _ElementComparison:
     comparable = [
         pair for pair in pairs if pair.entry.shape == pair.composed.shape and "," not in pair.dtype
@@ -264,7 +271,9 @@ def _compare_values(
     if bitwise:
         _require_bitwise_comparable(remaining, tolerance)
     with progress(total) as advance:
-        comparer = WindowComparer(map_by_name(located_a), mapping, options.jobs or 0, bitwise)
+        comparer = WindowComparer(
+            map_by_name(located_a), mapping, options.jobs or 0, bitwise, observe=observe
+        )
         errors = comparer.compare_elements(remaining, tolerance, advance)
     with open_catalog_reader(located_b) as files:  # data of B that A's layout cannot store
         lost_keys = dict.fromkeys(

@@ -20,6 +20,7 @@ from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
+from ckptctl.verbs.comparison.movement import ObserveWindow
 from ckptctl.verbs.comparison.pairing import Pair
 
 WINDOW_ELEMENTS = 1 << 20
@@ -86,6 +87,7 @@ class WindowComparer:
         bitwise: Whether to compare only bits, without torch.
         identities: Identity of each file when it was first read.
         bytes_read: Number of bytes read from the files of each of the two checkpoints.
+        observe: Function that receives every window, or None.
     """
 
     a: StateMapping
@@ -94,6 +96,7 @@ class WindowComparer:
     bitwise: bool = False
     identities: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     bytes_read: tuple[int, int] = (0, 0)
+    observe: ObserveWindow | None = None
     _buffers: tuple[BufferPool, BufferPool] = field(
         default_factory=lambda: (BufferPool(), BufferPool())
     )
@@ -125,6 +128,8 @@ class WindowComparer:
                 errors[pair.entry.name] += compare_windows(
                     x, y, pair.entry.dtype, pair.dtype, box, tolerance, bitwise=self.bitwise
                 )
+                if self.observe:
+                    self.observe(pair.entry.name, x, y, pair.entry.dtype, pair.dtype, box)
                 if advance:
                     advance(len(x))
             self._buffers[0].return_buffers(a)

@@ -12,6 +12,7 @@ from ckptctl.conversion.recognition.roots import Part
 from ckptctl.errors import CkptError
 from ckptctl.results import Inline, JsonField, Result, count_items
 from ckptctl.verbs.comparison.diff_result import Difference, Side
+from ckptctl.verbs.comparison.movement import LayerMovement
 from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 from ckptctl.verbs.verification.verify_result import Verification
 
@@ -179,7 +180,7 @@ class CheckpointSummary(Result):
         self,
     ) -> Annotated[
         Inspection,
-        Inline("model_type candidates layout root parameters bytes dtypes assets"),
+        Inline("model_type candidates layout root parameters bytes dtypes assets fit"),
         JsonField(
             "number of tensors, listed or not", of="tensors", name="tensor_count", to=count_items
         ),
@@ -226,6 +227,10 @@ class Report(
         JsonField("reason they cannot be compared, or null", name="difference_error"),
     ] = None
     output: Annotated[str | None, JsonField("written page")] = None
+    movement: Annotated[
+        tuple[LayerMovement, ...] | None,
+        JsonField("how far each layer moved; only with `--movement`", optional=True),
+    ] = None
 
     @property
     def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:

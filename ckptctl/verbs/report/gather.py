@@ -31,6 +31,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import sort_naturally
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
+from ckptctl.verbs.comparison.movement import MovementMeter
 from ckptctl.verbs.inspection.inspect import (
     describe_catalog,
     describe_contents,
@@ -81,8 +82,9 @@ def write_report(
     A report is also written for a damaged checkpoint. If the index cannot be read, the report
     shows the reason.
     """
-    if options.stats:
-        require_torch(format_option("--stats"))
+    for name, is_given in (("--stats", options.stats), ("--movement", options.movement)):
+        if is_given:
+            require_torch(format_option(name))
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:
@@ -271,7 +273,8 @@ def _describe_checkpoint(
 ) -> tuple[Inspection, tuple[str, ...]]:
     """Describe *catalog*, and return a note if its model cannot be recognized."""
     try:
-        return describe_catalog(path, catalog, {}, ModelRequest(options.model_type)), ()
+        request = ModelRequest(options.model_type)
+        return describe_catalog(path, catalog, {}, request, options), ()
     except MappingError as error:
         why = f": {error.why}" if error.why else ""
         return replace(describe_contents(path, catalog, {}), parameters=catalog.numel), (
@@ -420,9 +423,11 @@ def _add_comparison(
         rules=options.rules,
         model_type=options.model_type,
     )
+    meter = MovementMeter() if options.movement else None
+    observe = meter.add_window if meter else None
     try:
         with rename_options_in_messages(_OPTION_NAMES):
-            difference = compare_checkpoints(report.path, other, diff_options, progress)
+            difference = compare_checkpoints(report.path, other, diff_options, progress, observe)
     except CkptError as error:
         if error.exit_code in (UsageError.exit_code, FormatError.exit_code):
             raise
@@ -438,7 +443,17 @@ def _add_comparison(
         difference=difference,
         differences=limit,
         left_out=omitted,
+        movement=meter.summarize_layers(_list_model_tensors(report)) if meter else None,
     )
+
+
+def _list_model_tensors(report: Report) -> list[str]:
+    """List the tensors of the model, without optimizer state."""
+    inspected = report.inspection
+    if inspected is None:
+        return []
+    names = (tensor.name for tensor in inspected.tensors if tensor.alias_of is None)
+    return [n for n in names if classify_leaf(n, inspected.root, inspected.format) == "model"]
 
 
 def _summarize_other(path: str, options: ReportOptions) -> CheckpointSummary:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.options import Argument, Option
+from ckptctl.fit.fit_options import FitOptions
+from ckptctl.options import Argument, Option, OptionConflict
 from ckptctl.verbs.comparison.diff_options import ComparisonOptions
 
 MAX_TENSORS = 20_000
@@ -19,7 +20,7 @@ def _check_page(value: checks.AnyPath) -> checks.AnyPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
+class ReportOptions(FitOptions, ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     """Options of ``report``, as in ``ckptctl report --help``."""
 
     output: Annotated[
@@ -38,6 +39,17 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
         Argument("Checkpoint to compare with.", metavar="OTHER", check=checks.check_location),
     ] = None
     stats: Annotated[bool, Option("Read the data and show statistics and histograms.")] = False
+    movement: Annotated[
+        bool,
+        Option(
+            "Show how far each layer moved from PATH to OTHER.",
+            requires="other",
+            excludes=(
+                OptionConflict("structure", "it requires data"),
+                OptionConflict("quick", "it requires all data"),
+            ),
+        ),
+    ] = False
     max_tensors: Annotated[
         int,
         Option(

@@ -53,6 +53,8 @@ SCRIPTS = (
     "sections.js",
     "tensors.js",
     "difference.js",
+    "movement.js",
+    "fit.js",
     "main.js",
 )
 

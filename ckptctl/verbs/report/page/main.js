@@ -8,6 +8,8 @@ function main() {
   summary(report);
   findings(report, open);
   difference(report, open);
+  movement(report);
+  fit(report);
   if (report.tensors.length > 0) treemap(report, open);
   dtypes(report);
   files(report);
