@@ -66,7 +66,7 @@ UNCHUNKED_INTERVAL = 4
 """Default of ``no_rope_layer_interval`` in transformers' ``Llama4TextConfig``."""
 WITHOUT_LAYERS_OF_TEXT = {
     "clip_text": "the model is an encoder, which has no KV cache",
-    "llama3_vision": "cross-attention layers cache the image, and config.json does not state its size",
+    "llama3_vision": "cross-attention layers also cache the image",
     "muse_spark": "the model also generates audio",
     "qwen3_omni_moe": "the model consists of several models that generate",
     "t5_encoder": "the model is an encoder, which has no KV cache",

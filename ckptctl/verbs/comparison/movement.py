@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box
 from ckptctl.installed import require_torch
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.units import sort_naturally
 
-ObserveWindow = Callable[[str, bytearray, bytearray, str, str, Box], None]
-"""Function that receives a tensor's name, its elements in A and B, their dtypes and their box."""
+ObserveWindow = Callable[[str, bytearray, bytearray, str, str], None]
+"""Function that receives a tensor's name, elements of A and B, and their dtypes."""
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
 
@@ -55,9 +54,7 @@ class MovementMeter:
     def __post_init__(self) -> None:
         require_torch("the movement of layers")
 
-    def add_window(
-        self, name: str, a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, box: Box
-    ) -> None:
+    def add_window(self, name: str, a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> None:
         """Add the elements of a window. Tensors of dtypes without numeric values do not count."""
         if dtypes.NON_NUMERIC_DTYPES & {dtype_a, dtype_b}:
             return

@@ -129,7 +129,7 @@ class WindowComparer:
                     x, y, pair.entry.dtype, pair.dtype, box, tolerance, bitwise=self.bitwise
                 )
                 if self.observe:
-                    self.observe(pair.entry.name, x, y, pair.entry.dtype, pair.dtype, box)
+                    self.observe(pair.entry.name, x, y, pair.entry.dtype, pair.dtype)
                 if advance:
                     advance(len(x))
             self._buffers[0].return_buffers(a)
