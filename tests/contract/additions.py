@@ -56,6 +56,7 @@ used."""
 FUNCTIONS = {name.replace("-", "_") for name in COMMANDS}
 """Names of the functions of commands in Python."""
 NOT_IN_PYTHON = {
+    "browse": "it is interactive; `inspect` returns the same data",
     "formats": "that name is the package's; a format is an object with attributes in Python",
     "schema": "it describes what commands print",
 }

@@ -49,6 +49,7 @@ LINES = {
         Line("{base} {tuned} {out}"),
         Line("{base} {tuned} {out} --dry-run --ema 0.5"),
     ),
+    "browse": (Line("{hf}"), Line("{long}")),
     "consolidate": (
         Line("{ranks} {out}"),
         Line("{copy:ranks} --metadata-only"),
@@ -127,6 +128,7 @@ LINES = {
 }
 SCENES = {
     "average": "average base tuned averaged",
+    "browse": "browse hf",
     "consolidate": "consolidate ranks whole",
     "consolidate-metadata": "consolidate ranks --metadata-only",
     "convert": "convert hf out --to dcp",

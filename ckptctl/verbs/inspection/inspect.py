@@ -85,7 +85,7 @@ def inspect_checkpoint(
         # The checksums of the manifest are not shown, so it is not read.
         read = partial(open_source, path, options, manifest=None)
         try:
-            catalog = _open_readable_part(read)
+            catalog = open_readable_part(read)
         except (FormatError, DamagedError, UnsupportedError) as error:
             has_explicit_source = options.format or options.weights or options.tag
             recognized = isinstance(error, DamagedError | UnsupportedError)
@@ -109,7 +109,7 @@ def inspect_checkpoint(
         return replace(inspection, values=read_short_values(catalog))
 
 
-def _open_readable_part(read: Callable[..., Catalog]) -> Catalog:
+def open_readable_part(read: Callable[..., Catalog]) -> Catalog:
     """Open a checkpoint. If it is incomplete, open the part that can be read."""
     try:
         return read()

@@ -1,0 +1,1 @@
+"""Interactive views of checkpoints in a terminal, on textual."""
