@@ -8,12 +8,16 @@ from typing import Annotated
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Printer
-from ckptctl.installed import require_package
 from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.options import Argument
 from ckptctl.shared_options import Checkpoint
-from ckptctl.verbs.browsing import BrowseOptions
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
 
+NOT_ABOUT_BROWSING = (
+    *("stats", "include", "reference"),
+    *("fit", "context", "kv_dtype", "tp", "pp", "ep"),
+)
+"""Options of ``inspect`` that do not affect the tree."""
 COLUMNS = tables.titled_columns("name", "tensors", "bytes")
 
 
@@ -22,6 +26,17 @@ COLUMNS = tables.titled_columns("name", "tensors", "bytes")
     "ckptctl browse hf://org/model@main",
     "ckptctl browse step-1000 step-2000            (both side by side)",
     prints="ckptctl.verbs.browsing:Contents",
+    omitted_fields=(
+        "stats",
+        "include",
+        "reference",
+        "fit",
+        "context",
+        "kv_dtype",
+        "tp",
+        "pp",
+        "ep",
+    ),
 )
 def browse(
     path: Checkpoint,
@@ -30,7 +45,7 @@ def browse(
         Argument("Checkpoint to show next to it.", metavar="OTHER", check=check_location),
     ] = None,
     *,
-    options: BrowseOptions,
+    options: InspectOptions,
     no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -45,11 +60,13 @@ def browse(
     output = Printer(json, quiet, header=not no_header)
     is_interactive = output.mode == "human" and sys.stdin.isatty()
     if is_interactive:
+        from ckptctl.installed import require_package  # only for a terminal
+
         require_package("textual", "`browse`")
     paths = [path] if other is None else [path, other]
     checkpoints = [browsing.open_for_browsing(item, options) for item in paths]
     if is_interactive:
-        from ckptctl.cli.tui.browser import run_browser  # imports textual
+        from ckptctl.cli.views.browser import run_browser  # imports textual
 
         run_browser(checkpoints)
         return

@@ -270,7 +270,7 @@ def format_examples(examples: tuple[str, ...]) -> str:
 
 def iterate_commands(only_name: str = "") -> Iterator[Command]:
     """Yield all commands, or only the one named *only_name* if it exists."""
-    names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
+    names = [module.name for module in pkgutil.iter_modules(cli.__path__) if not module.ispkg]
     module_of = only_name.replace("-", "_")
     for name in [module_of] if module_of in names else names:
         module = importlib.import_module(f"{cli.__name__}.{name}")

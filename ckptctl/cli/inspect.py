@@ -152,7 +152,7 @@ def _print_tensors(
             listing.make_tensor_rows(output, selected, show.sort, options.stats), columns
         )
     elif inspection.fit:
-        from ckptctl.cli.fit_tables import show_fit  # only for --fit
+        from ckptctl.cli.views.fit_tables import show_fit  # only for --fit
 
         show_fit(output, inspection.fit)
     else:

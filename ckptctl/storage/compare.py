@@ -161,6 +161,19 @@ def compare_windows(
     return replace(errors, count=box.numel, worst=None if worst is None else _to_index(box, worst))
 
 
+def sum_squares(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple[float, float]:
+    """Sum the squares of the elements of A, and of the differences of B from A, in float64."""
+    if "torch" not in sys.modules:
+        import_torch()
+    import torch
+
+    x, y = _to_float_tensor(a, dtype_a), _to_float_tensor(b, dtype_b)
+    norm = float(torch.linalg.vector_norm(x)) ** 2
+    if a == b and dtype_a == dtype_b:
+        return norm, 0.0
+    return norm, float(torch.linalg.vector_norm(y - x)) ** 2
+
+
 def _to_index(box: Box, position: int) -> tuple[int, ...]:
     """Convert a flat element *position* in the window *box* to an index into the tensor."""
     index: list[int] = []

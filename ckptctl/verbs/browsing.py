@@ -15,9 +15,7 @@ from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.conversion.recognition.model import ModelRequest
 from ckptctl.conversion.sources import locate_tensors, open_source
 from ckptctl.errors import MappingError
-from ckptctl.options import Options
 from ckptctl.results import JsonField, Result
-from ckptctl.shared_options import FormatOptions, ModelOptions, SourceOptions
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.paths import redact_path
 from ckptctl.tree import TreePath
@@ -27,6 +25,7 @@ from ckptctl.verbs.inspection.inspect import (
     describe_contents,
     open_readable_part,
 )
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.inspection.inspect_result import Inspection
 from ckptctl.verbs.statistics import Statistics, measure_tensor
 
@@ -37,11 +36,6 @@ MAX_NAME_PARTS = 64
 """Maximum number of components that a name is split into, which limits the depth."""
 MAX_SHOWN_EXTENTS = 20
 BINS = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class BrowseOptions(ModelOptions, SourceOptions, FormatOptions, Options):
-    """Options of ``browse``, as in ``ckptctl browse --help``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class Node:
         return sorted(by_name, key=lambda node: -max(node.nbytes))
 
 
-def open_for_browsing(path: str | TreePath, options: BrowseOptions) -> BrowsedCheckpoint:
+def open_for_browsing(path: str | TreePath, options: InspectOptions) -> BrowsedCheckpoint:
     """Open a checkpoint, or the part of an incomplete one that can be read."""
     with families.use_converter_file(options.converter):
         catalog = open_readable_part(partial(open_source, path, options, manifest=None))

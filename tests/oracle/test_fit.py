@@ -19,8 +19,8 @@ import torch
 import ckptctl
 from ckptctl import families, formats
 from ckptctl.conversion.recognition.model import recognize_model
-from ckptctl.fit.memory import iterate_shares, solve_sizes
 from ckptctl.fit.sharding import Ranks
+from ckptctl.verbs.inspection.fit import iterate_shares, solve_sizes
 from tests.oracle.tiny import TINY, family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -73,8 +73,8 @@ def count_latents(model: Any, config: Any) -> int:
     names = [name for name, _ in model.named_modules()]
     layers = sum(bool(re.search(r"kv_a_proj_with_mqa(\.0|\.1)?$", name)) for name in names)
     indexers = sum(name.endswith("indexer.wk") for name in names)
-    index_size = getattr(text, "index_head_dim", 0) if indexers else 0
-    size = ITEMSIZE * (text.kv_lora_rank + text.qk_rope_head_dim)
+    index_size: int = getattr(text, "index_head_dim", 0) if indexers else 0
+    size: int = ITEMSIZE * (text.kv_lora_rank + text.qk_rope_head_dim)
     return TOKENS * (layers * size + indexers * (index_size + ITEMSIZE))
 
 

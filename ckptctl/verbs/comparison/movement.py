@@ -16,7 +16,7 @@ from typing import Annotated
 from ckptctl import dtypes
 from ckptctl.installed import require_torch
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.arithmetic import import_torch
+from ckptctl.storage.compare import sum_squares
 from ckptctl.units import sort_naturally
 
 ObserveWindow = Callable[[str, bytearray, bytearray, str, str], None]
@@ -58,17 +58,10 @@ class MovementMeter:
         """Add the elements of a window. Tensors of dtypes without numeric values do not count."""
         if dtypes.NON_NUMERIC_DTYPES & {dtype_a, dtype_b}:
             return
-        import_torch()
-        import torch
-
         sums = self.sums_by_name.setdefault(name, _Sums())
-        x = torch.frombuffer(a, dtype=getattr(torch, dtype_a))
-        y = torch.frombuffer(b, dtype=getattr(torch, dtype_b))
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        x, y = x.to(wide), y.to(wide)
-        sums.norm += float(torch.linalg.vector_norm(x)) ** 2
-        if a != b or dtype_a != dtype_b:
-            sums.difference += float(torch.linalg.vector_norm(y - x)) ** 2
+        norm, difference = sum_squares(a, b, dtype_a, dtype_b)
+        sums.norm += norm
+        sums.difference += difference
 
     def summarize_layers(self, names: Iterable[str]) -> tuple[LayerMovement, ...]:
         """Summarize the tensors *names* by layer, in natural order."""

@@ -47,8 +47,14 @@ from ckptctl.storage.paths import (
 from ckptctl.storage.threads import StartProgress, ignore_progress
 from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
-from ckptctl.verbs.inspection.inspect_options import InspectOptions
-from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, RunMember, TensorInfo
+from ckptctl.verbs.inspection.inspect_options import FitOptions, InspectOptions
+from ckptctl.verbs.inspection.inspect_result import (
+    DTypeUse,
+    Fit,
+    Inspection,
+    RunMember,
+    TensorInfo,
+)
 from ckptctl.verbs.statistics import (
     DEFAULT_BINS,
     Statistics,
@@ -60,8 +66,6 @@ from ckptctl.verbs.verification.structure import check_index, is_about_unreadabl
 from ckptctl.verdict import Verdict, combine_verdicts, decide_verdict, strip_structure_claim
 
 if TYPE_CHECKING:
-    from ckptctl.fit.fit_options import FitOptions
-    from ckptctl.fit.fit_result import Fit
     from ckptctl.storage.files import Readable
 
 READS_PER_TENSOR = 2
@@ -268,7 +272,7 @@ def describe_catalog(
 
 
 def _compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
-    from ckptctl.fit.memory import compute_fit  # only for --fit
+    from ckptctl.verbs.inspection.fit import compute_fit  # only for --fit
 
     return compute_fit(stored, model, options)
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
-from ckptctl.fit.fit_options import FitOptions
 from ckptctl.options import Argument, Option, OptionConflict
 from ckptctl.verbs.comparison.diff_options import ComparisonOptions
+from ckptctl.verbs.inspection.inspect_options import FitOptions
 
 MAX_TENSORS = 20_000
 STDOUT = "-"

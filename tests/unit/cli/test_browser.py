@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptctl.verbs import browsing
-from ckptctl.verbs.browsing import BrowseOptions, build_tree, find_tensors, open_for_browsing
+from ckptctl.verbs.browsing import build_tree, find_tensors, open_for_browsing
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
 
 pytest.importorskip("textual", reason="the extra `tui` is not installed")
 
-from ckptctl.cli.tui.browser import Browser, _StoppedError
+from ckptctl.cli.views.browser import Browser, _StoppedError
 
 SNAPSHOTS = Path(__file__).parents[2] / "snapshots" / "browse"
 PINNED = "8.2.8"
@@ -32,7 +33,7 @@ LLAMA = "tiny-llama3-hf"
 
 def drive(paths: list[Path], act: Drive, size: tuple[int, int] = SIZE) -> Browser:
     """Open *paths* in a browser without a terminal, and let *act* press keys."""
-    browser = Browser([open_for_browsing(path, BrowseOptions()) for path in paths])
+    browser = Browser([open_for_browsing(path, InspectOptions()) for path in paths])
 
     async def run() -> None:
         async with browser.run_test(size=size) as pilot:
@@ -289,7 +290,7 @@ def test_reading_stops_on_request(llama: Path, monkeypatch: pytest.MonkeyPatch) 
             stopped.append(True)
             raise
 
-    monkeypatch.setattr("ckptctl.cli.tui.browser.measure", read_forever)
+    monkeypatch.setattr("ckptctl.cli.views.browser.measure", read_forever)
 
     async def act(browser: Browser, pilot: Any) -> None:
         await pilot.press("slash", *"norm", "enter", "v")
@@ -309,5 +310,5 @@ def test_reading_stops_on_request(llama: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_tree_of_many_parts_is_limited(tmp_path: Path) -> None:
     name = ".".join("a" * 500)
     save_file({name: torch.ones(1), "b": torch.ones(1)}, tmp_path / "m.safetensors")
-    root = build_tree([open_for_browsing(tmp_path / "m.safetensors", BrowseOptions())])
+    root = build_tree([open_for_browsing(tmp_path / "m.safetensors", InspectOptions())])
     assert [node.full_name for node in find_tensors(root, "a.a")] == [name]

@@ -17,8 +17,8 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import UsageError
-from ckptctl.fit.fit_options import Gpus, check_tokens, parse_gpus
-from ckptctl.fit.fit_result import Fit
+from ckptctl.verbs.inspection.inspect_options import Gpus, check_tokens, parse_gpus
+from ckptctl.verbs.inspection.inspect_result import Fit
 
 Shapes = Mapping[str, tuple[int, ...]]
 GIB = 1 << 30
@@ -245,7 +245,7 @@ def test_window_of_unknown_layers_is_unknown(tmp_path: Path) -> None:
             shapes[f"model.layers.{n}.self_attn.{name}_proj.bias"] = (rows,)
     path = write_headers(tmp_path / "qwen", shapes, {**config, "sliding_window": 4096})
     fit = compute(path, "24GB")
-    assert fit.cache is fit.requests is fit.fits is None
+    assert (fit.cache, fit.requests, fit.fits) == (None, None, None)
     assert any("not the layers that have the window" in reason for reason in fit.unknown)
     config |= {"sliding_window": 4096, "use_sliding_window": False}
     fit = compute(write_headers(tmp_path / "qwen", shapes, config), "24GB")
@@ -435,7 +435,7 @@ def test_model_of_unknown_type_has_known_weights(tmp_path: Path) -> None:
     path = write_headers(tmp_path / "model", {"a.weight": (4, 4)}, {"model_type": "unheard"})
     fit = compute(path, "24GB")
     assert fit.weights == fit.stages[0].weights == 32
-    assert fit.cache is fit.fits is None
+    assert (fit.cache, fit.fits) == (None, None)
     assert compute(path, "2x24GB").stages[0].weights is None
 
 
@@ -445,7 +445,7 @@ def test_missing_dtype_and_context_are_unknown(tmp_path: Path) -> None:
     }
     path = write_headers(tmp_path / "llama", gqa(**LLAMA_8B), config)
     fit = compute(path, "24GB")
-    assert fit.kv_dtype is fit.context is fit.request_bytes is None
+    assert (fit.kv_dtype, fit.context, fit.request_bytes) == (None, None, None)
     assert len(fit.unknown) == 2
     assert compute(path, "24GB", context=1, kv_dtype="bf16").request_bytes == 128 << 10
 
@@ -482,7 +482,7 @@ def test_invalid_tokens_are_errors(value: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{"pp": 3}, {"tp": 3}, {"ep": 3}, {"pp": 2, "tp": 4}])
-def test_indivisible_gpus_are_errors(llama: Path, options: dict[str, int]) -> None:
+def test_indivisible_gpus_are_errors(llama: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot be divided"):
         ckptctl.inspect(llama, fit="4x24GB", **options)
 

@@ -11,7 +11,7 @@ from ckptctl.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from ckptctl.cli.output import Printer, Row
-    from ckptctl.fit.fit_result import Fit
+    from ckptctl.verbs.inspection.inspect_result import Fit
 
 STAGE_COLUMNS = (
     Column("stage"),

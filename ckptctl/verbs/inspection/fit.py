@@ -16,8 +16,6 @@ from ckptctl.fit.cache import (
     find_text_config,
     get_state_dtype,
 )
-from ckptctl.fit.fit_options import FitOptions, Gpus, parse_gpus
-from ckptctl.fit.fit_result import CacheUse, Fit, StageUse
 from ckptctl.fit.sharding import (
     LAYERS,
     VOCABULARY,
@@ -35,6 +33,8 @@ from ckptctl.planner.config_facts import Json
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor
 from ckptctl.planner.mapping.matching import MatchedKeys
 from ckptctl.units import pluralize
+from ckptctl.verbs.inspection.inspect_options import FitOptions, Gpus, parse_gpus
+from ckptctl.verbs.inspection.inspect_result import CacheUse, Fit, StageUse
 
 FP8 = "float8_e4m3fn"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": FP8}
@@ -60,9 +60,9 @@ def _read_grid(options: FitOptions) -> _Grid:
         UsageError: The number of GPUs is not divisible.
     """
     gpus, stages = parse_gpus(options.fit or ""), options.pp or 1
-    if gpus.count % stages:
-        raise _indivisible_error(gpus.count, "GPU", "--pp", stages)
-    stage_gpus = gpus.count // stages
+    if gpus.number % stages:
+        raise _indivisible_error(gpus.number, "GPU", "--pp", stages)
+    stage_gpus = gpus.number // stages
     tensor, expert = options.tp or stage_gpus, options.ep or 1
     for name, value in (("--tp", tensor), ("--ep", expert)):
         if stage_gpus % value:
@@ -103,7 +103,7 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
     caches: list[LayerCache | None] | None = None
     if family is None or layout is None:
         reasons.append("the model type is unknown, so layers and heads are unknown")
-        if grid.gpus.count == 1:
+        if grid.gpus.number == 1:
             division = _Weights([weights], [None], weights, None)
     else:
         matched = model.match_keys(family, layout, model.tensors.keys())
@@ -132,7 +132,7 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
     is_too_large = any(use.weights is not None and use.weights > grid.gpus.memory for use in uses)
     fits = False if is_too_large else None if requests is None else requests > 0
     return Fit(
-        gpus=grid.gpus.count,
+        gpus=grid.gpus.number,
         memory=grid.gpus.memory,
         tp=grid.ranks.tensor,
         pp=grid.stages,

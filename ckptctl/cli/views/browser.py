@@ -19,8 +19,8 @@ from textual.worker import get_current_worker
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.cli.listing import format_bar, format_histogram, shorten_dtype
+from ckptctl.cli.views.entry_list import EntryList
 from ckptctl.errors import CkptError
-from ckptctl.cli.tui.entry_list import EntryList
 from ckptctl.units import escape_unprintable, format_bytes, format_count, pluralize
 from ckptctl.verbs.browsing import (
     MAX_SHOWN_EXTENTS,
@@ -112,7 +112,7 @@ class Browser(App[None]):
         self.largest_bytes = 1
         self.matches: list[Node] = []
         self.match_position = -1
-        self.statistics: dict[tuple[int, str], Statistics | None | CkptError] = {}
+        self.statistics: dict[tuple[int, str], Statistics | CkptError | None] = {}
         self.extents: dict[tuple[int, str], list[str]] = {}
         self.status = ""
         self.entry_list = EntryList(self._render_node)
@@ -226,7 +226,7 @@ class Browser(App[None]):
                     percent = 100 * read // total
                     self.call_from_thread(self._set_status, f"reading values: {percent} %")
 
-            result: Statistics | None | CkptError
+            result: Statistics | CkptError | None
             try:
                 result = measure(self.checkpoints[side], entry, advance)
             except _StoppedError:
@@ -369,7 +369,7 @@ class Browser(App[None]):
             yield from _list_statistics(self.statistics[side, entry.name])
 
 
-def _list_statistics(result: Statistics | None | CkptError) -> Iterator[Line]:
+def _list_statistics(result: Statistics | CkptError | None) -> Iterator[Line]:
     if result is None:
         yield "the dtype is not numeric", "dim"
         return

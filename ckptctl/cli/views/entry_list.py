@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from textual.binding import Binding
 from textual.geometry import Region, Size
@@ -19,7 +20,7 @@ RenderNode = Callable[[Node, int], list[tuple[str, str]]]
 class EntryList(ScrollView, can_focus=True):
     """Entries of one module, one of which is highlighted."""
 
-    BINDINGS = [
+    BINDINGS: ClassVar = [
         Binding("down,j", "move(1)", "Down", show=False),
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("pagedown,space,ctrl+f", "page(1)", "Page down", show=False),

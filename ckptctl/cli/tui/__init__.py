@@ -1,1 +1,0 @@
-"""Interactive views of checkpoints in a terminal, on textual."""
