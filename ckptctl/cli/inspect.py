@@ -13,7 +13,6 @@ import typer
 
 from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.findings import group_findings
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.tables import Column, StyledText
@@ -234,6 +233,8 @@ def _print_summary(output: Printer, inspection: Inspection) -> None:
         output.print_table((*_list_rows(inspection), ("",)), ())
         return
     output.print_headline(inspection.path, *_format_headline(inspection))
+    from ckptctl.cli.views.findings import group_findings  # not for --help or --json
+
     groups = group_findings(inspection.findings)
     for group in groups[: tables.MAX_SHOWN_ROWS]:
         output.print_sentence(f"  {group.line}", VERDICT_STYLES[inspection.verdict])

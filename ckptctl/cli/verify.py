@@ -90,6 +90,8 @@ def _show_result(output: Printer, result: Verification) -> None:
         StyledText(_format_verdict(result), VERDICT_STYLES[result.verdict]),
         f"data {_format_data_check(result)}",
     )
+    from ckptctl.cli.views.findings import group_findings  # not for --help or --json
+
     groups = group_findings(result.findings)
     for group in groups[:MAX_SHOWN_ROWS]:
         finding = group.first
