@@ -75,7 +75,8 @@ def count_latents(model: Any, config: Any) -> int:
     indexers = sum(name.endswith("indexer.wk") for name in names)
     index_size: int = getattr(text, "index_head_dim", 0) if indexers else 0
     size: int = ITEMSIZE * (text.kv_lora_rank + text.qk_rope_head_dim)
-    return TOKENS * (layers * size + indexers * (index_size + ITEMSIZE))
+    total: int = TOKENS * (layers * size + indexers * (index_size + ITEMSIZE))
+    return total
 
 
 @pytest.mark.parametrize("name", TINY)
