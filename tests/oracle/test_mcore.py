@@ -103,6 +103,8 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name = request.param
     if name in NEWER and version("megatron-core").startswith("0.16."):
         pytest.skip("sparse attention of Megatron-Core 0.16 has other tensors")
+    if name == "deepseek_v2.lite" and not version("megatron-core").startswith("0.16."):
+        pytest.skip("Megatron-Core 0.19 builds it only with Transformer Engine: it norms queries")
     folder = tmp_path_factory.mktemp(name)
     made = recipe(name)
     model = hf_models.random_model(tiny(name))
