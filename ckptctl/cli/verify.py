@@ -79,7 +79,6 @@ def verify(
 
 
 def _show_result(output: Printer, result: Verification) -> None:
-    from ckptctl.cli.findings import group_findings  # only needed on a terminal
 
     output.print_headline(
         result.path,
