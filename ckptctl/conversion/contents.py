@@ -272,7 +272,7 @@ def build_output_tensors(
     first_keys: dict[object, str] = {}
     tensors = []
     for key, composed in mapped.items():
-        first_key = first_keys.setdefault(_build_memory_key(composed, entries), key)
+        first_key = first_keys.setdefault(build_memory_key(composed, entries), key)
         logical = composed.logical
         requires_grad = any(
             all(entries[source.key].requires_grad for source in sources)
@@ -291,7 +291,7 @@ def build_output_tensors(
     return tuple(tensors)
 
 
-def _build_memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
+def build_memory_key(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
     """Return a hashable key that is equal for output tensors copied from the same memory."""
     if not composed.tensor.parts and not composed.is_rename:
         return composed.key

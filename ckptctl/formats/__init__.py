@@ -1,7 +1,8 @@
 """Registry of the built-in formats, and of formats from ``ckptctl.formats`` entry points.
 
 Every module in this package that defines ``FORMAT``, an instance of
-:class:`~ckptctl.formats.base.Format`, is registered automatically.
+:class:`~ckptctl.formats.base.Format`, is registered automatically, and so is ``OTHER_FOLDER``, a
+:class:`~ckptctl.formats.base.OtherFolder` that is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
@@ -32,6 +34,7 @@ from ckptctl.formats.base import (
     DEFAULT_READ_OPTIONS,
     Format,
     Listing,
+    OtherFolder,
     ReadOptions,
     RecordedFacts,
     WritableFormat,
@@ -58,20 +61,40 @@ PART_FOLDER = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?
 @cache
 def load_builtin_formats() -> dict[str, Format]:
     """Import all modules of this package, and map format names to the formats they define."""
-    formats: dict[str, Format] = {}
+    candidates = (getattr(module, "FORMAT", None) for module in _import_modules())
+    formats = {item.name: item for item in candidates if isinstance(item, Format)}
+    return dict(sorted(formats.items()))
+
+
+@cache
+def load_other_folders() -> tuple[OtherFolder, ...]:
+    """Import all modules of this package, and return the kinds of folders that they define."""
+    candidates = (getattr(module, "OTHER_FOLDER", None) for module in _import_modules())
+    return tuple(item for item in candidates if isinstance(item, OtherFolder))
+
+
+@cache
+def _import_modules() -> tuple[ModuleType, ...]:
+    modules: list[ModuleType] = []
     for module in pkgutil.iter_modules(__path__):
         name = f"{__name__}.{module.name}"
         try:
-            candidate = getattr(importlib.import_module(name), "FORMAT", None)
+            modules.append(importlib.import_module(name))
         except Exception as error:
             raise UsageError(
                 f"cannot load module `{name}`",
                 why=f"{type(error).__name__}: {error}",
                 hint="fix or remove the module",
             ) from error
-        if isinstance(candidate, Format):
-            formats[candidate.name] = candidate
-    return dict(sorted(formats.items()))
+    return tuple(modules)
+
+
+def require_checkpoint(path: TreePath) -> None:
+    """Raise if *path* is a folder of another kind that ckptctl writes, or a file in one."""
+    listing = Listing(path)
+    for kind in load_other_folders():
+        if kind.matches(listing):
+            raise kind.build_error(path)
 
 
 @cache
@@ -163,6 +186,8 @@ def sniff_formats(path: TreePath) -> dict[str, str]:
     Plug-in formats are only tried if no built-in format matches.
     """
     listing = Listing(path)
+    if any(kind.matches(listing) for kind in load_other_folders()):
+        return {}
     for load_formats in (
         (load_builtin_formats, load_plugin_formats) if listing.is_folder or path.is_file() else ()
     ):
@@ -226,6 +251,8 @@ def select_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
         path: Path of the checkpoint.
         sniffed: Evidence for each format that matches *path*, by name of the format.
     """
+    if not sniffed:
+        require_checkpoint(path)
     is_part = any(
         candidate.part_names and candidate.part_names.fullmatch(path.name)
         for candidate in load_builtin_formats().values()
@@ -275,6 +302,8 @@ def open_checkpoint(
     opened = path, read_identity(path)
     with raise_changed_if(lambda: require_same_file(opened)):
         sniffed = {} if format else sniff_formats(path)
+        if not sniffed:
+            require_checkpoint(path)
         inner = None if format or sniffed else find_only_model_checkpoint(path)
         unfinished_error = find_unfinished_error(path)
         if unfinished_error and not options.partial:

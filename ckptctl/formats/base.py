@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, RefusedError, format_option
+from ckptctl.errors import CkptError, FormatError, RefusedError, format_option
 from ckptctl.notes import Notes
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage.paths import is_present
@@ -405,6 +405,32 @@ class WritableFormat(Format):
                     hint=f"skip the tensor with {format_option('--exclude')}, or choose another "
                     f"{format_option('--to')}",
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFolder:
+    """Kind of folder that ckptctl writes and that is not a checkpoint.
+
+    Such a folder is not listed as a checkpoint, and opening it as one is an error, although its
+    files may look like weights.
+
+    Attributes:
+        marker: Name of the file that identifies the folder.
+        part_names: Pattern for the names of its other files.
+        build_error: Returns the error for the path of such a folder, or of such a file in it.
+    """
+
+    marker: str
+    part_names: re.Pattern[str]
+    build_error: Callable[[TreePath], CkptError]
+
+    def matches(self, listing: Listing) -> bool:
+        """Return whether *listing* is such a folder, or one of its files."""
+        if listing.is_folder:
+            return self.marker in listing.items
+        path = listing.path
+        is_part = self.part_names.fullmatch(path.name) is not None
+        return is_part and (path.parent / self.marker).is_file()
 
 
 def require_folder(path: TreePath) -> None:

@@ -6,13 +6,13 @@ Python 3.14 has a module for Zstandard; earlier versions need one of three packa
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 STEP_BYTES = 1 << 20
@@ -86,7 +86,17 @@ def is_zstd(extension: str) -> bool:
     return name == "stream.zstd" and version.partition(".")[0] == "1"
 
 
-def import_zstd(where: TreePath) -> ModuleType:
+def find_zstd() -> ModuleType | None:
+    """Import the preferred installed module for Zstandard data, or return None if none is."""
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def import_zstd(where: str | os.PathLike[str] | None) -> ModuleType:
     """Import the preferred installed module that can decompress Zstandard data.
 
     *where* is the checkpoint to show in the error.
@@ -94,11 +104,8 @@ def import_zstd(where: TreePath) -> ModuleType:
     Raises:
         MissingPackageError: No such module is installed.
     """
-    for name in MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
+    if module := find_zstd():
+        return module
     raise MissingPackageError(
         "reading this checkpoint requires `zstandard`, which is not installed",
         where=where,

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
-from ckptctl.errors import quote_names
+from ckptctl.errors import UnsupportedError, format_command, quote_names
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     DEFAULT_READ_OPTIONS,
@@ -147,6 +147,14 @@ class HfFormat(WritableFormat):
             known_shards = read_indexed_shards(files, index_name)
             index = derive_index(files, index_name, known_shards)
         index = index or read_json(files, index_name)
+        if read_nested_or_none(str, index, "metadata", "delta_encoding") is not None:
+            command = format_command("delta", "make", "BASE", path, "DELTA")
+            raise UnsupportedError(
+                "this is a published update of weights, not a checkpoint",
+                where=str(path),
+                why=f"{index_name} states `delta_encoding`, as slime and SGLang write it",
+                hint=f"turn it into a delta with {command}",
+            )
         weight_map, strings = parse_index(index, str(files.root / index_name))
         indexed = read_shards(files, weight_map, strings, index_name, known_shards, faults)
         listed_tensors = {

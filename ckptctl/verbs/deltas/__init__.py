@@ -1,0 +1,1 @@
+"""Deltas between checkpoints: make, verify, apply and squash them."""

@@ -1,0 +1,213 @@
+"""Apply deltas to tensors in memory, such as the weights of an inference engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Literal
+
+from ckptctl.errors import DamagedError, MappingError, RefusedError, quote_names
+from ckptctl.formats.delta import TensorRecord
+from ckptctl.installed import require_torch
+from ckptctl.numerics.kinds.delta import (
+    REPLACING_KINDS,
+    BlockKind,
+    view_tensor_as_words,
+    view_words,
+)
+from ckptctl.storage.arithmetic import import_torch
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.tree import TreePath
+from ckptctl.units import pluralize
+from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, PayloadReader, ResolvedTensor, open_delta
+
+if TYPE_CHECKING:
+    from ckptctl.storage.arithmetic import Tensor
+
+Check = Literal["all", "changed", "none"]
+
+
+def apply_to_tensors(
+    tensors: Mapping[str, Tensor],
+    deltas: Sequence[str | TreePath],
+    names: Mapping[str, str],
+    *,
+    check: Check,
+) -> tuple[str, ...]:
+    """Change *tensors* in place to the result of *deltas*.
+
+    All requirements are checked before the first tensor is changed.
+
+    Args:
+        tensors: Tensors of the base, on any device.
+        deltas: Deltas to apply in turn.
+        names: Name in *tensors* of each tensor that is called differently in the deltas.
+        check: Tensors whose digests are compared with the base before, and with the result after
+            the change: all, those that change, or none.
+
+    Returns:
+        Names, in the deltas, of the changed tensors.
+
+    Raises:
+        MappingError: A tensor is missing, or differs in dtype or shape.
+        RefusedError: The tensors are not those of the base.
+        DamagedError: A delta is damaged.
+    """
+    require_torch("applying a delta", "tensors are changed")
+    import_torch()
+    chain = Chain([open_delta(path) for path in deltas])
+    for delta in chain.deltas:
+        delta.check_files()
+    changed = {name: item for name, item in chain.tensors.items() if item.layers}
+    live = _select_tensors(tensors, chain, changed, names)
+    # Tied tensors that share memory are changed once.
+    stored = {
+        name: item
+        for name, item in changed.items()
+        if item.record.alias_of not in live
+        or live[name].data_ptr() != live[item.record.alias_of].data_ptr()
+    }
+    if check == "all":
+        _require_base(chain, _select_all(tensors, chain, names))
+    elif check == "changed":
+        _require_base(chain, {name: live[name] for name in stored})
+    with ExitStack() as stack:
+        roots: Mapping[TreePath, SourceFiles] = {
+            delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
+        }
+        opened = [
+            (name, [PayloadReader(delta, roots[delta.root], key) for delta, key in item.layers])
+            for name, item in stored.items()
+        ]
+        for name, readers in opened:
+            _apply_payloads(live[name], readers, chain.block_bytes)
+    if check != "none":
+        wrong = [
+            name for name, item in stored.items() if _hash_tensor(live[name]) != item.record.sha256
+        ]
+        if wrong:
+            raise DamagedError(
+                f"{pluralize(len(wrong), 'tensor')} did not become the result of the delta",
+                where=str(chain.deltas[-1].root),
+                why=f"{quote_names(wrong)}; the tensors in memory are changed",
+                hint=COPY_HINT,
+            )
+    return tuple(changed)
+
+
+def _select_all(
+    tensors: Mapping[str, Tensor], chain: Chain, names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return all tensors of the base, by their names in the deltas."""
+    missing = [name for name in chain.base if names.get(name, name) not in tensors]
+    if missing:
+        raise MappingError(
+            f"{pluralize(len(missing), 'tensor')} of the base "
+            f"{'is' if len(missing) == 1 else 'are'} missing",
+            where=str(chain.deltas[0].root),
+            why=quote_names(missing),
+            hint="pass all tensors, or check only those that change",
+        )
+    return {name: tensors[names.get(name, name)] for name in chain.base}
+
+
+def _select_tensors(
+    tensors: Mapping[str, Tensor],
+    chain: Chain,
+    changed: Mapping[str, ResolvedTensor],
+    names: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """Return the tensors to change, by their names in the deltas."""
+    where = str(chain.deltas[0].root)
+    added = [name for name in chain.tensors if name not in chain.base]
+    removed = [name for name in chain.base if name not in chain.tensors]
+    if added or removed:
+        raise MappingError(
+            "the delta adds or removes tensors",
+            where=where,
+            why=quote_names([*added, *removed]),
+            hint="apply it to a checkpoint, and load the result",
+        )
+    missing = [name for name in changed if names.get(name, name) not in tensors]
+    if missing:
+        raise MappingError(
+            f"{pluralize(len(missing), 'changed tensor')} of the delta "
+            f"{'is' if len(missing) == 1 else 'are'} missing",
+            where=where,
+            why=quote_names(missing),
+            hint="pass all tensors, and `names` for those with other names",
+        )
+    selected = {name: tensors[names.get(name, name)] for name in changed}
+    for name, tensor in selected.items():
+        record = changed[name].record
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if (dtype, shape) != (record.dtype, record.shape):
+            raise MappingError(
+                f"`{name}` has another dtype or shape",
+                where=where,
+                why=f"{dtype} {list(shape)} in memory, {record.dtype} {list(record.shape)} in "
+                "the delta",
+                hint="apply it to a checkpoint, and load the result",
+            )
+    return selected
+
+
+def _require_base(chain: Chain, live: Mapping[str, Tensor]) -> None:
+    """Raise unless the tensors have the digests of the base."""
+    digests = {name: _hash_tensor(tensor) for name, tensor in live.items()}
+    wrong = [name for name, digest in digests.items() if digest != chain.base[name].sha256]
+    if not wrong:
+        return
+
+    def matches(record: TensorRecord, name: str) -> bool:
+        return digests[name] == record.sha256
+
+    is_applied = all(matches(chain.tensors[name].record, name) for name in live)
+    raise RefusedError(
+        "the delta is already applied"
+        if is_applied
+        else "the tensors are not those that the delta was made from",
+        where=str(chain.deltas[0].root),
+        why="all tensors have the digests of its result"
+        if is_applied
+        else f"{pluralize(len(wrong), 'tensor')} differ: {quote_names(wrong)}",
+        hint="nothing was changed",
+    )
+
+
+def _apply_payloads(tensor: Tensor, readers: Sequence[PayloadReader], block_bytes: int) -> None:
+    """Change one tensor in place, a block at a time."""
+    dense = tensor.detach().contiguous()
+    words = view_tensor_as_words(dense)
+    per_block = block_bytes // words.element_size()
+    for number, start in enumerate(range(0, len(words), per_block)):
+        target = words[start : start + per_block]
+        for reader in readers:
+            entry = reader.entries[number]
+            if entry.kind is BlockKind.SAME:
+                continue
+            change = reader.read_block(number, entry).to(words.device)
+            if entry.kind in REPLACING_KINDS:
+                target.copy_(change)
+            else:
+                target.add_(change)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
+def _hash_tensor(tensor: Tensor) -> str:
+    """Compute SHA-256 of the elements in row-major order."""
+    digest = hashlib.sha256()
+    for piece in _iterate_words(tensor):
+        content = bytearray(piece.nbytes)
+        view_words(content, str(piece.dtype).removeprefix("torch.")).copy_(piece)
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _iterate_words(tensor: Tensor) -> Iterator[Tensor]:
+    words = view_tensor_as_words(tensor.detach().contiguous())
+    step = (4 << 20) // words.element_size()
+    for start in range(0, len(words), step):
+        yield words[start : start + step]
