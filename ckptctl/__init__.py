@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptctl.adapters.merging import MergePlan as MergePlan
+    from ckptctl.api import delta as delta
     from ckptctl.api.conversion import average as average
     from ckptctl.api.conversion import consolidate as consolidate
     from ckptctl.api.conversion import convert as convert
@@ -135,6 +136,9 @@ _HOME = {
     "verify_run": "ckptctl.api.runs",
 }
 
+_MODULES = {"delta": "ckptctl.api.delta"}
+"""Modules of the public API, which are imported on first use, too."""
+
 __all__ = [*_HOME]
 
 
@@ -144,6 +148,8 @@ def __getattr__(name: str) -> object:
     A name that cannot be imported, for example without torch, still exists for ``hasattr`` and
     ``help``. Calling it raises the error.
     """
+    if name in _MODULES:
+        return _import_module(name)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -158,6 +164,12 @@ def _import_name(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def _import_module(name: str) -> Any:
+    import importlib
+
+    return importlib.import_module(_MODULES[name])
 
 
 def _build_placeholder(name: str, reason: str) -> type:

@@ -109,7 +109,7 @@ def build_schema_name(command: str) -> str:
 
     The number increases when a field is removed or changes its meaning.
     """
-    return f"ckptctl.{command}/1"
+    return f"ckptctl.{command.replace(' ', '-')}/1"
 
 
 def to_json(result: Any) -> dict[str, object]:

@@ -51,7 +51,12 @@ class CkptGroup(RawTextMixin, TyperGroup):
             args = [*args[1:], "--help"]
         remember_command_line(args)
         with _report_errors(ctx, args):
-            return super().parse_args(ctx, list(args))
+            return super().parse_args(ctx, self._join_name(ctx, args))
+
+    def _join_name(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join the two words of the name of a command such as ``delta make``."""
+        name = " ".join(args[:2])
+        return [name, *args[2:]] if " " in name and name in self.list_commands(ctx) else [*args]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or raise an error that suggests a similar one."""

@@ -154,6 +154,7 @@ class Command:
             then shows its help.
         omitted_fields: Fields of the options dataclasses that are not options of the command.
         has_rows: Whether the command prints rows and therefore takes ``--format``.
+        group: First word of the name, if the name has two words.
     """
 
     run: Callable[..., None]
@@ -162,11 +163,12 @@ class Command:
     runs_without_arguments: bool = False
     omitted_fields: tuple[str, ...] = ()
     has_rows: bool = True
+    group: str = ""
 
     @property
     def name(self) -> str:
         """Name of the command on the command line."""
-        return self.run.__name__.strip("_").replace("_", "-")
+        return f"{self.group} {self.run.__name__.strip('_').replace('_', '-')}".strip()
 
     def add_to(self, app: typer.Typer, *, overview: bool = False) -> None:
         """Register the command with *app*.
@@ -253,13 +255,14 @@ def command(
     runs_without_arguments: bool = False,
     omitted_fields: tuple[str, ...] = (),
     has_rows: bool = True,
+    group: str = "",
 ) -> Callable[[Callable[..., None]], Command]:
     """Return a decorator that turns a function into a :class:`Command`.
 
     For the arguments, see the attributes of :class:`Command`.
     """
     return lambda run: Command(
-        run, examples, prints, runs_without_arguments, omitted_fields, has_rows
+        run, examples, prints, runs_without_arguments, omitted_fields, has_rows, group
     )
 
 

@@ -56,6 +56,12 @@ OUTPUT_OPTIONS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 
 def unknown_command_error(name: str, command_names: Sequence[str]) -> UsageError:
     """Build the error for an unknown command, which suggests a similar command if one exists."""
+    words = [other.partition(" ")[2] for other in command_names if other.startswith(f"{name} ")]
+    if words:
+        return UsageError(
+            f"`{name}` is the first word of several commands",
+            hint=f"add one of: {', '.join(words)}; see `ckptctl {name} {words[0]} --help`",
+        )
     suggestion = COMMAND_SYNONYMS.get(name) or find_nearest(name, command_names)
     hint = f"did you mean `{suggestion}`?" if suggestion else "see `ckptctl --help`"
     return UsageError(f"unknown command `{name}`", hint=hint)

@@ -79,7 +79,6 @@ def verify(
 
 
 def _show_result(output: Printer, result: Verification) -> None:
-
     output.print_headline(
         result.path,
         result.format,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptctl import delta
 from ckptctl.cli import schema as schemas
 from ckptctl.cli.app import app
 from tests.checkpoints import save_hf, tiny_llama
@@ -65,6 +66,14 @@ LINES = {
         Line("{run} {out} --to hf --each --steps :100 --task 1/2"),
         Line("{run} {out} --to hf --each --dry-run --keep-last 1", 7),
     ),
+    "delta apply": (
+        Line("{base} {delta} {out}"),
+        Line("{base} {delta} {out} --to dcp --dry-run"),
+        Line("{tuned} {delta} {out}", 6),
+    ),
+    "delta make": (Line("{base} {tuned} {out}"), Line("{base} {base} {out}")),
+    "delta squash": (Line("{delta} {delta_back} {out}"),),
+    "delta verify": (Line("{delta}"), Line("{delta} {delta_back} --base {base}")),
     "diff": (
         Line("{long} {long} --structure"),
         Line("{base} {hf}", 1),
@@ -135,6 +144,10 @@ SCENES = {
     "convert-dry-run": "convert hf out --to meta --dry-run",
     "convert-run": "convert run out --to hf --each",
     "convert-run-dry-run": "convert run out --to hf --each --dry-run",
+    "delta-apply": "delta apply base delta applied",
+    "delta-make": "delta make base tuned new.delta --compression deflate",
+    "delta-squash": "delta squash delta delta_back squashed.delta --compression deflate",
+    "delta-verify": "delta verify delta delta_back --base base",
     "diff": "diff base hf",
     "diff-same": "diff hf hf",
     "diff-structure": "diff hf ranks --structure",
@@ -196,6 +209,8 @@ def make(folder: Path) -> dict[str, Path]:
     (folder / "tuned").mkdir()
     moved = {n: v + v.flip(0) if n.endswith("proj.weight") else v for n, v in state.items()}
     save_hf(folder / "tuned", moved, config)
+    delta.make(folder / "base", folder / "tuned", folder / "delta", compression="deflate")
+    delta.make(folder / "tuned", folder / "base", folder / "delta_back", compression="deflate")
     _copy(DATA / "tiny-llama3-hf", folder / "hf")
     _copy(DATA / "dcp-rank-local" / "w2" / "ckpt", folder / "ranks")
     _copy(folder / "ranks", folder / "torn_ranks")

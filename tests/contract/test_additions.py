@@ -56,4 +56,5 @@ def generated() -> Iterator[tuple[Path, str]]:
         yield page["PAGE"], page["render"]()
     for name in ("", *COMMANDS):
         shown = CliRunner().invoke(app, [*filter(None, [name]), "--help"], prog_name="ckptctl")
-        yield REPOSITORY / f"tests/snapshots/help{'-' if name else ''}{name}.txt", shown.stdout
+        file = "-".join(filter(None, ["help", *name.split()]))
+        yield REPOSITORY / f"tests/snapshots/{file}.txt", shown.stdout

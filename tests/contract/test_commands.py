@@ -61,7 +61,8 @@ def test_schemas_are_valid_json_schema(name: str) -> None:
             schemas.require_json_document(name).build_schema(closed=closed)
         )
     found = schemas.require_json_document(name).build_schema()
-    assert found["$id"] == f"urn:ckptctl:{name}:1" and found["title"] == f"ckptctl.{name}/1"
+    spelled = name.replace(" ", "-")
+    assert found["$id"] == f"urn:ckptctl:{spelled}:1" and found["title"] == f"ckptctl.{spelled}/1"
     everything = json.dumps(found)
     assert '"additionalProperties": false' not in everything and "](" not in everything
 
