@@ -36,7 +36,7 @@ def find_required_tensors(
     counts = matched.count_indices() if matched else {}
     values, sizes = (
         get_model_params(config),
-        {**counts, **read_sizes(family, config, include_defaults=False)},
+        {**counts, **family.constants, **read_sizes(family, config, include_defaults=False)},
     )
     return frozenset(
         (tensor.name, indices)
@@ -87,6 +87,11 @@ def _find_required_layers(demand: Demand, values: Json, total: int) -> frozenset
         sources = get_nested(values, demand.sources)
         by_layer = enumerate(sources) if isinstance(sources, list) else ()
         layers &= {layer for layer, source in by_layer if layer == source}
+    if demand.period:
+        period = _read_number(values, demand.period, 0)
+        if not period:
+            return frozenset()
+        layers = frozenset(n for n in layers if (n + 1) % period and n < total // period * period)
     if not demand.kinds:
         return layers
     layer_types = get_nested(values, str(demand.kinds[0]))

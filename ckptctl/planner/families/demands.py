@@ -84,12 +84,17 @@ class Demand(ConfigDeclaration):
         start: Number of the first layer in *numbers*.
         sources: Field that lists for every layer the layer whose tensors it uses. Only layers that
             use their own tensors are included. Empty to include all.
+        period: Field with a number of layers. The last layer of each such group, and layers after
+            the last complete group, are excluded. Empty to exclude none.
         index: Index of the layers.
 
     *but_last*, *first*, *after* and *last* may also be the number itself.
     """
 
-    names = ("when", "kinds", "but_last", "first", "after", "last", "numbers", "sources")
+    names = (
+        *("when", "kinds", "but_last", "first", "after", "last", "numbers", "sources"),
+        "period",
+    )
     tensors: tuple[str, ...]
     when: Conditions = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
@@ -100,6 +105,7 @@ class Demand(ConfigDeclaration):
     numbers: str = ""
     start: int = 0
     sources: str = ""
+    period: str = ""
     index: str = LAYER_INDEX
 
     @property
@@ -107,7 +113,7 @@ class Demand(ConfigDeclaration):
         """Fields of config.json that determine the tensors and layers."""
         counts = (name for name in self.counts if not name.isdecimal())
         names = (*self.when, *self.kinds[:1], *counts, self.numbers, self.sources)
-        return tuple(str(name) for name in names if name)
+        return tuple(str(name) for name in (*names, self.period) if name)
 
     @property
     def counts(self) -> tuple[str, str, str, str]:
@@ -117,7 +123,8 @@ class Demand(ConfigDeclaration):
     @property
     def is_by_layer(self) -> bool:
         """Whether the rule requires the tensors only in some layers."""
-        return bool(self.kinds or self.numbers or self.sources or any(self.counts))
+        lists = (self.kinds, self.numbers, self.sources, self.period)
+        return any(lists) or any(self.counts)
 
 
 @dataclass(frozen=True, slots=True)

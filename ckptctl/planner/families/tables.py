@@ -25,6 +25,7 @@ dimension, outermost first, in einops' notation. A cell may list a different ord
 ``experts.{x}.key``   an index that is an axis of the tensor: there is a key for each entry
 ``shard_{n}.key``     the same after ``shard_``, the only word that an index may follow in a part
 ``{c=gate|up}.key``   the same with words for numbers: that of entry 0, that of entry 1, ...
+``{n=1.0|2.1}.key``   the same with words of several parts, as for blocks of some stages
 ====================  ============================================================================
 
 If several rows have the same key without ``#``, one stored tensor represents all of them. Later

@@ -4,7 +4,8 @@ An index is a dot-separated component of a key, or follows ``shard_`` in one. It
 of at most five digits without leading zeros. The limit prevents very long loops if a key contains a
 huge number. A template must match the complete key. Keys that differ only in numbers are processed
 together, because a model with a hundred layers has only about fifteen such groups. One index of a
-template may have words instead of numbers, as in ``experts.{c=gate_proj|up_proj}.weight``.
+template may have words instead of numbers, as in ``experts.{c=gate_proj|up_proj}.weight``. A word
+may consist of several parts and contain numbers, as in ``blocks.{n=1.0|1.2|2.1}.weight``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from functools import cached_property, lru_cache
 from itertools import compress
 from typing import Generic, TypeVar
 
-_INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
+_INDEX = re.compile(r"\{([a-z]+)\}\Z")
+_WORDS = re.compile(r"\{([a-z]+)=(\w+(?:\.\w+)*(?:\|\w+(?:\.\w+)*)+)\}")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 _SHARD = "shard_"
 
@@ -72,23 +74,24 @@ class Template:
             ValueError: An index is not a complete part of the key.
         """
         slots, skeleton_parts, indices = [], [], []
-        words: dict[str, tuple[str, ...]] = {}
-        for part in text.split("."):
+        words = {match[1]: tuple(match[2].split("|")) for match in _WORDS.finditer(text)}
+        for part in _WORDS.sub(r"{\1}", text).split("."):
             before = _SHARD if part.startswith(_SHARD) else ""
             part = part.removeprefix(before)
             index = _INDEX.match(part)
             if index:
                 indices.append(index[1])
-            if index and index[2]:
-                words[index[1]] = tuple(index[2].split("|"))
-                part = words[index[1]][0]
-            elif index or _NUMBER.match(part):
-                slots.append(index[1] if index else part)
-                part = "#"
-            elif "{" in part or "}" in part or (part in ("", "#") and not before):
+            if not index and ("{" in part or "}" in part or (part in ("", "#") and not before)):
                 raise ValueError(f"invalid part `{part}` in the key template `{text}`")
-            skeleton_parts.append(before + part)
-        if len(words) > 1 or any(slot in words for slot in slots):
+            if index and index[1] not in words:
+                slots.append(index[1])
+                skeleton_parts.append(f"{before}#")
+                continue
+            for word in words[index[1]][0].split(".") if index else (part,):
+                is_number = _NUMBER.match(word)
+                slots += [word] if is_number else []
+                skeleton_parts.append(before + ("#" if is_number else word))
+        if len(words) > 1 or any(indices.count(index) > 1 for index in words):
             raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
         index_names = tuple(dict.fromkeys(indices))
         return Template(

@@ -101,7 +101,9 @@ def find_missing_keys(
             excused_templates |= {leaves[name].key.text for name in pair if name in leaves}
     found_counts = matched.count_indices()
     constants = {
-        axis: size for axis, size in family.constants.items() if axis in layout.spread_axes
+        axis: size
+        for axis, size in family.constants.items()
+        if axis in layout.spread_axes | counted_indices
     }
     counts = {**stated_axes, **found_counts, **stated_counts, **constants}
     for axis, size in stated_axes.items():

@@ -97,6 +97,15 @@ def test_words_stand_for_index_values():
             Template.parse(text)
 
 
+def test_words_of_several_parts_contain_numbers():
+    template = Template.parse("a.{n=1.0|2.9|2.11}.x.{i}")
+    assert template.indices == ("n", "i")
+    assert template.format_key({"n": 2, "i": 5}) == "a.2.11.x.5"
+    table = TemplateTable([(template, "t")])
+    assert table.find_match("a.2.9.x.7") == ("t", {"n": 1, "i": 7})
+    assert table.find_match("a.2.10.x.7") is table.find_match("a.9.x.7") is None
+
+
 def test_separately_named_parts_form_one_tensor():
     """The gates and ups of gpt-oss' experts, which mlx-lm has in two tensors."""
     oss = family("gpt_oss")
