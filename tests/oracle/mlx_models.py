@@ -80,6 +80,20 @@ def ling_biased() -> Config:
     return LING | {"use_qkv_bias": True, "tie_word_embeddings": True}
 
 
+def ring_linear() -> Config:
+    """Ring 2 Linear: lightning attention in two of three layers, heads of another size."""
+    return LING | {
+        "architectures": ["BailingMoeLinearV2ForCausalLM"],
+        "model_type": "bailing_moe_linear",
+        "num_hidden_layers": 4,
+        "layer_group_size": 3,
+        "group_norm_size": 2,
+        "head_dim": 24,
+        "moe_intermediate_size": 28,
+        "moe_shared_expert_intermediate_size": 28,
+    }
+
+
 def publish_ling(state: State) -> State:
     """Rename the tensors of mlx-lm's Ling, and separate its experts."""
     found: State = {}
@@ -200,6 +214,7 @@ TINY: dict[str, tuple[Callable[[], Config], Callable[[State], State]]] = {
     "bailing_moe": (ling, publish_ling),
     "bailing_moe.ling1": (ling_1, publish_ling),
     "bailing_moe.biased": (ling_biased, publish_ling),
+    "bailing_moe_linear": (ring_linear, publish_ling),
     "kimi_k3": (kimi_k3, publish_kimi_k3),
 }
 """Function that returns config.json, and function that gives tensors their published names."""
