@@ -19,6 +19,7 @@ import ckptctl
 from ckptctl.errors import DamagedError
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
+from tests.checkpoints.golden import Golden
 from tests.oracle.quantizers import gptqmodel, load
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -252,6 +253,46 @@ def test_compressed_tensors_dequantization_is_bit_exact(
     if scales != torch.bfloat16 and name in ("nvfp4", "mxfp4", "mxfp8"):
         pytest.skip("its scales have a dtype of their own")
     check(tmp_path, compressed(name, scales))
+
+
+def test_mxfp4_experts_of_kimi_k3_dequantize_as_in_compressed_tensors(tmp_path: Path) -> None:
+    """Its experts are the only quantized weights, whose latent inputs fill blocks here."""
+    quantization = load("compressed_tensors.quantization")
+    compressors = load("compressed_tensors.compressors")
+    golden, given = Golden.read("kimi_k3"), WEIGHTS["mxfp4"]
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**given)
+    )
+    compressor = compressors.BaseCompressor.get_value_from_registry(FORMATS["mxfp4"])
+    sizes = {"routed_expert_hidden_size": 64, "moe_intermediate_size": 32}
+    text = golden.config["text_config"]
+    wider = {text[name]: size for name, size in sizes.items()}
+    wider[2 * text["moe_intermediate_size"]] = 64  # shared experts
+    torch.manual_seed(5)
+    state, plain = State(), State()
+    for name, (dtype, shape) in golden.tensors.items():
+        if ".block_sparse_moe." in name:
+            shape = [wider.get(size, size) for size in shape]
+        if ".experts." not in name:
+            state[name] = plain[name] = torch.randn(shape, dtype=getattr(torch, dtype)).bfloat16()
+            continue
+        module = name.removesuffix(".weight")
+        parts = parameters(given, torch.randn(shape), True, torch.bfloat16)
+        packed = compressor.compress(dict(parts), scheme)
+        state |= {f"{module}.{key}": value.contiguous() for key, value in packed.items()}
+        plain[name] = decompressed(compressor, packed, scheme, torch.bfloat16).bfloat16()
+    groups = {"group_0": {"targets": ["Linear"], "weights": given, "format": FORMATS["mxfp4"]}}
+    stated = {"quant_method": "compressed-tensors", "format": FORMATS["mxfp4"]}
+    config = golden.config | {
+        "text_config": {**text, **sizes, "quantization_config": stated | {"config_groups": groups}}
+    }
+    source = save_hf(tmp_path / "source", state, config)
+    ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16", verify=True)
+    made = load_any_reference(tmp_path / "out")
+    assert made.keys() == golden.tensors.keys() == plain.keys()
+    for name, value in plain.items():
+        assert_bits(made[name], value, zeros=True)
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -493,3 +534,44 @@ def test_power_of_two_scales_dequantize_as_in_transformers(tmp_path: Path, form:
     names = {"mxfp8": "MXFP8 with blocks of 32", "fp4": "MXFP4 with blocks of 32"}
     how = names.get(form.removesuffix("-native"), "fp8 with 64x128 blocks")
     check(tmp_path, Case({"a.weight": codes, ending: exponents}, config, plain, how))
+
+
+DEEPSEEK_LINEAR = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3")
+
+
+@pytest.mark.parametrize("experts", ["fp8", "fp4"])
+def test_deepseek_v41_dequantizes_bit_exact_as_in_transformers(
+    tmp_path: Path, experts: str
+) -> None:
+    """Its published names, with power-of-two scales, and experts in either format."""
+    integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    dequantize = integration.Fp8Dequantize(None)._dequantize_one
+    golden = Golden.read("deepseek_v41")
+    torch.manual_seed(8)
+    state, plain = State(), State()
+    for name, (dtype, shape) in golden.tensors.items():
+        path = name.split(".")
+        is_linear = path[-1] == "weight" and path[-2] in DEEPSEEK_LINEAR
+        if not is_linear or {"compressor", "engram"} & {*path}:
+            state[name] = plain[name] = torch.randn(shape, dtype=getattr(torch, dtype))
+            continue
+        if experts == "fp4" and "experts" in path:
+            weight = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8)
+            grid = (shape[0], shape[1] // 32)
+        else:
+            weight = torch.randn(shape).to(torch.float8_e4m3fn)
+            grid = tuple(-(-size // 128) for size in shape)
+        exponents = torch.randint(118, 132, grid, dtype=torch.uint8)
+        scale = exponents.view(torch.float8_e8m0fnu)
+        state[name], state[f"{name.removesuffix('weight')}scale"] = weight, scale
+        plain[name] = dequantize(weight, scale, torch.float32)
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    config = golden.config | {"quantization_config": stated}
+    source = save_hf(tmp_path / "source", state, config)
+    assert ckptctl.inspect(source).dequantizable
+    ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16", verify=True)
+    made = load_any_reference(tmp_path / "out")
+    assert made.keys() == golden.tensors.keys()
+    for name, value in plain.items():
+        wanted = value if value.dtype == torch.float32 else value.bfloat16()
+        assert torch.equal(made[name], wanted), name
