@@ -223,6 +223,25 @@ def _gemma4_unified(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _gemma3n(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Two pictures of four tokens, 32 frames of sound, and other tokens of both vocabularies.
+
+    Models with keys in all layers are for mlx-vlm, and get no pictures: small differences of its
+    vision tower from timm's become large ones in the 84 blocks. ``test_gemma3n.py`` compares it.
+    """
+    ids[:, 10], ids[:, 12] = config.image_token_id + 1, config.audio_token_id + 1
+    ids[:, 20 : 20 + config.audio_soft_tokens_per_image] = config.audio_token_id
+    given = {
+        "input_ids": ids,
+        "input_features": _noise(2, 32, config.audio_config.input_feat_size),
+        "input_features_mask": torch.ones(2, 32, dtype=torch.bool),
+    }
+    if config.text_config.num_kv_shared_layers:
+        _with_image_tokens(config, ids, config.vision_soft_tokens_per_image)
+        given["pixel_values"] = _noise(2, 3, 64, 64)
+    return given
+
+
 def _ernie(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
     vision = config.vision_config
@@ -252,6 +271,7 @@ _BUILDERS = {
     "mllama": _mllama,
     "llama4": _llama4,
     "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "mistral3": _pixtral,

@@ -7,6 +7,7 @@ what is being compared: names and shapes of parameters and the arithmetic stay t
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import io
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 
@@ -75,6 +77,39 @@ def torchvision() -> Any:
         "torchvision.transforms.v2",
         "torchvision.transforms.v2.functional",
     )
+
+
+TORCHVISION = (
+    "torchvision",
+    "torchvision.datasets",
+    "torchvision.models",
+    "torchvision.models.feature_extraction",
+    "torchvision.ops",
+    "torchvision.ops.misc",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
+"""Modules that timm imports and its models do not need."""
+
+
+def timm() -> Any:
+    """Return timm, which transformers then uses without torchvision; skip if it is not there."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("not installed: timm")
+    with stubbed(*TORCHVISION):
+        misc: Any = sys.modules["torchvision.ops.misc"]
+        if isinstance(misc, _Stub):
+            misc.FrozenBatchNorm2d = type("FrozenBatchNorm2d", (torch.nn.Module,), {})
+        package: Any = importlib.import_module("timm")
+    package.layers.set_fused_attn(False)
+    from transformers.models.gemma3n import configuration_gemma3n
+    from transformers.models.timm_wrapper import modeling_timm_wrapper
+
+    modeling: Any = modeling_timm_wrapper
+    modeling.timm = package
+    for module in (configuration_gemma3n, modeling):
+        module.requires_backends = lambda *args: None
+    return package
 
 
 def triton() -> Any:

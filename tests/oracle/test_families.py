@@ -64,11 +64,12 @@ def with_swapped_norms(state: State) -> State:
     """Return *state* with the first two norms of one size in each other's place.
 
     Norms of queries and keys, of Mamba's B and C, do not count: their order can be of no
-    consequence. A model whose norms have no weights gets two of its matrices swapped.
+    consequence. Nor do those of a tower that some programs get no pictures for. A model whose norms
+    have no weights gets two of its matrices swapped.
     """
     within = (
         *("q_norm", "k_norm", "query_", "key_", "b_layernorm", "c_layernorm"),
-        *("ple.norm_key", "ple.norm_query"),
+        *("ple.norm_key", "ple.norm_query", "timm_model."),
     )
     for dims, parts in ((1, ("norm", "ln_")), (2, ("layers.",))):
         seen: dict[torch.Size, str] = {}

@@ -5,7 +5,9 @@ It is given config.json as published models have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ import torch
 from tests.oracle import hf_models, speech
 from tests.oracle.hf_models import State
 from tests.oracle.peers import mlx
+from tests.oracle.tiny import mobilenet
 
 REQUIRES: tuple[str, ...] = ("mlx", "mlx_vlm")
 LAYOUT = "mlx"
@@ -89,7 +92,53 @@ def built(config: Any) -> Any:
     kind, _ = utils.get_model_and_args(config=wanted, model_path=None)
     told = kind.ModelConfig.from_dict(wanted)
     told = utils.update_module_configs(told, kind, wanted, ["text", "vision", "audio"])
-    return with_its_gelus(kind.Model(told), config)
+    with _small_mobilenet() if config.model_type == "gemma3n" else nullcontext():
+        return with_its_gelus(kind.Model(told), config)
+
+
+@contextmanager
+def _small_mobilenet() -> Iterator[None]:
+    """Let Gemma 3n be built with the blocks of :mod:`tests.oracle.tiny.mobilenet`, as in timm.
+
+    mlx-vlm pads convolutions of keys and values otherwise, and takes the exact GELU.
+    """
+    import mlx.nn as nn
+    from mlx_vlm.models.gemma3n import vision
+
+    adapter, attention = vision.MobileNetV5MultiScaleFusionAdapter, vision.MultiQueryAttention2d
+
+    def block(text: str) -> Any:
+        numbers = {part[0]: float(part[1:]) for part in text.split("_")[1:]}
+        whole = {name: int(value) for name, value in numbers.items()}
+        if text.startswith("er"):
+            return vision._er(whole["k"], whole["c"], whole["s"], numbers["e"])
+        if text.startswith("mqa"):
+            return vision._mmqa(whole["h"], whole["d"], whole.get("v", 1))
+        return vision._uir(whole["a"], whole["k"], whole["c"], whole["s"], numbers["e"])
+
+    def padded_attention(*dims: Any, **given: Any) -> Any:
+        found = attention(*dims, **given)
+        for part in (found.key, found.value):
+            if "down_conv" in part:
+                reduce = part.down_conv
+                reduce.kernel_size, reduce.dilation = reduce.weight.shape[1:3], (1, 1)
+                reduce.__class__, reduce.padding = vision.Conv2dSame, (0, 0)
+        return found
+
+    stages = [[block(text) for text in stage] for stage in mobilenet.STAGES]
+    channels = [stage[-1].filters for stage in stages[-2:]]
+    size = {"out_chs": mobilenet.FEATURES, "output_resolution": (mobilenet.SIDE,) * 2}
+    with (
+        mock.patch.object(vision, "gemma3n_mobilenet_def", lambda: stages),
+        mock.patch.object(
+            vision,
+            "MobileNetV5MultiScaleFusionAdapter",
+            lambda **given: adapter(**given | size | {"in_chs": channels}),
+        ),
+        mock.patch.object(vision, "MultiQueryAttention2d", padded_attention),
+        mock.patch.object(nn, "GELU", partial(nn.GELU, approx="tanh")),
+    ):
+        yield
 
 
 def with_its_gelus(model: Any, config: Any) -> Any:
@@ -97,6 +146,10 @@ def with_its_gelus(model: Any, config: Any) -> Any:
     import mlx.nn as nn
 
     model.eval()
+    if config.model_type == "gemma3n":  # some epsilons are larger than timm's
+        for module in model.vision_tower.modules():
+            if type(module).__name__ == "RMSNormAct2d":
+                module.eps = 1e-6
     if config.model_type == "qwen3_omni_moe":
         for block in model.thinker.vision_tower.blocks:
             block.mlp.act_fn = nn.GELU(approx="tanh")
@@ -144,7 +197,7 @@ NAMES = (
         "qwen3_omni_moe.thinker",
     ),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "qwen4_exp", "gemma3"),
-    *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
+    *("gemma3n.unshared", "gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
     *("minimax_m3_vl.alike", "step3p7"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
@@ -162,10 +215,13 @@ def answers(run: Any, config: Any) -> torch.Tensor:
     import mlx.core as mx
 
     given = hf_models.inputs(config)
-    ids, pixels = given.pop("input_ids"), given.pop("pixel_values")
+    ids, pixels = given.pop("input_ids"), given.pop("pixel_values", None)
     more = {name: mx.array(value.numpy()) for name, value in given.items() if name in GIVEN}
     if config.model_type == "gemma3":
         return _gemma3(run, ids, pixels)
+    if config.model_type == "gemma3n":
+        _scale_embeddings(run)
+        return mlx._torch(run(mx.array(ids.numpy()), None, mask=None, **more).logits)
     if config.model_type == "qwen3_omni_moe":
         return _spoken(run, ids, pixels, given)
     if config.model_type in ONE_PICTURE:
@@ -196,6 +252,19 @@ def _gemma3(run: Any, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
     create = language.create_attention_mask
     with mock.patch.object(language, "create_attention_mask", masked):
         return mlx._torch(run.language_model(tokens, seen.inputs_embeds).logits)
+
+
+def _scale_embeddings(run: Any) -> None:
+    """Scale the embeddings of Gemma 3n's text, which mlx-vlm does only without sound."""
+    embed = run.language_model.model.embed_tokens
+
+    class Scaled:
+        as_linear = embed.as_linear
+
+        def __call__(self, ids: Any) -> Any:
+            return embed(ids) * run.config.text_config.hidden_size**0.5
+
+    run.language_model.model.embed_tokens = Scaled()
 
 
 def _spoken(run: Any, ids: torch.Tensor, pixels: torch.Tensor, given: Any) -> torch.Tensor:

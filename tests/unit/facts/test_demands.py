@@ -148,6 +148,20 @@ def test_only_layers_of_matching_kind_require_tensor() -> None:
     assert without(name, "latent_proj") == sorted(gone) != []
 
 
+@pytest.mark.parametrize("gone", ["vision", "audio", "timm_model", "blocks.3.", "attn.key.norm"])
+def test_missing_blocks_of_listed_numbers_are_found(gone: str) -> None:
+    named = [key for key in Golden.read("gemma3n").tensors if gone in key]
+    assert without("gemma3n", gone) == sorted(named) != []
+
+
+def test_only_layers_within_periods_require_tensor() -> None:
+    """Of four layers in groups of three, the last of the group and the rest have no gate."""
+    gates = [
+        f"model.layers.{n}.attention.g_{one}.weight" for n in (0, 1) for one in ("norm", "proj")
+    ]
+    assert without("bailing_moe_linear", "attention.g_") == gates
+
+
 @pytest.mark.parametrize("gone", ["vision", "audio", "output_max", "per_layer"])
 def test_completely_missing_tower_is_found(gone: str) -> None:
     named = [key for key in Golden.read("gemma4").tensors if gone in key]
