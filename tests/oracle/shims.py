@@ -97,9 +97,9 @@ def timm() -> Any:
     if importlib.util.find_spec("timm") is None:
         pytest.skip("not installed: timm")
     with stubbed(*TORCHVISION):
-        misc: Any = sys.modules["torchvision.ops.misc"]
+        misc = sys.modules["torchvision.ops.misc"]
         if isinstance(misc, _Stub):
-            misc.FrozenBatchNorm2d = type("FrozenBatchNorm2d", (torch.nn.Module,), {})
+            vars(misc)["FrozenBatchNorm2d"] = type("FrozenBatchNorm2d", (torch.nn.Module,), {})
         package: Any = importlib.import_module("timm")
     package.layers.set_fused_attn(False)
     from transformers.models.gemma3n import configuration_gemma3n
