@@ -557,10 +557,10 @@ def test_deepseek_v41_dequantizes_bit_exact_as_in_transformers(
             continue
         if experts == "fp4" and "experts" in path:
             weight = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8)
-            grid = (shape[0], shape[1] // 32)
+            grid = [shape[0], shape[1] // 32]
         else:
             weight = torch.randn(shape).to(torch.float8_e4m3fn)
-            grid = tuple(-(-size // 128) for size in shape)
+            grid = [-(-size // 128) for size in shape]
         exponents = torch.randint(118, 132, grid, dtype=torch.uint8)
         scale = exponents.view(torch.float8_e8m0fnu)
         state[name], state[f"{name.removesuffix('weight')}scale"] = weight, scale
