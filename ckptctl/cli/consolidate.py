@@ -9,7 +9,6 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan
 from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
-from ckptctl.cli.run_batches import convert_run
 from ckptctl.cli.typed_paths import format_command_line, restore_typed_paths
 from ckptctl.conversion.conversion_options import NON_CONSOLIDATION_OPTIONS, ConsolidationOptions
 from ckptctl.option_checks import check_new_location
@@ -54,6 +53,8 @@ def consolidate(
     checkpoints becomes a folder in DST.
     """
     if batch.each:
+        from ckptctl.cli.run_batches import convert_run  # only needed for runs
+
         dst = check_new_location(options.dst or "")
         convert_run("consolidate", src, dst, options.to_conversion_options(), batch, run)
         return

@@ -14,7 +14,6 @@ from ckptctl.cli.commands import InPanel, RunOptions, command
 from ckptctl.cli.output import Printer, Row, StoppedError, format_by_reason, group_by_reason
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
-from ckptctl.cli.run_batches import convert_run
 from ckptctl.cli.typed_paths import format_command_line, get_typed_words, restore_typed_paths
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, RefusedError, quote_names
@@ -60,6 +59,8 @@ def convert(
     SRC is the folder of a run, and each of its checkpoints is converted to a folder in DST.
     """
     if batch.each:
+        from ckptctl.cli.run_batches import convert_run  # only needed for runs
+
         convert_run("convert", src, dst, options, batch, run)
         return
     from ckptctl.conversion.convert import plan_conversion

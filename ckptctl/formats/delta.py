@@ -12,7 +12,6 @@ A delta is not a checkpoint, so nothing converts it or counts it as a checkpoint
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -169,10 +168,12 @@ class DeltaManifest(Schema):
 
 def compute_digest(records: Iterable[tuple[str, TensorRecord]]) -> str:
     """Compute the digest of a checkpoint from names, dtypes, shapes and digests of its tensors."""
+    from hashlib import sha256
+
     lines = sorted(
         [name, record.dtype, list(record.shape), record.sha256] for name, record in records
     )
-    return hashlib.sha256(json.dumps(lines, separators=(",", ":")).encode()).hexdigest()
+    return sha256(json.dumps(lines, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(files: SourceFiles) -> DeltaManifest:
@@ -250,8 +251,10 @@ def _encode_json(content: Mapping[str, object]) -> bytes:
 
 
 def _hash_json(content: Mapping[str, object]) -> str:
+    from hashlib import sha256
+
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256(text.encode()).hexdigest()
 
 
 def describe_manifest(manifest: DeltaManifest) -> str:

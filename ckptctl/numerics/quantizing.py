@@ -251,10 +251,10 @@ def _map_linear_weights_to_roles(draft: Draft, recipe: Recipe) -> dict[str, Role
     requested_layout = draft.options.to_layout or layout
     if family is not None and (requested_layout == MLX or not _is_readable(layout, recipe)):
         is_other_scheme = layout == LLM_COMPRESSOR
-        option = f"--quantize {recipe.name}" if is_other_scheme else "--quantize"
+        option = format_option(f"--quantize {recipe.name}" if is_other_scheme else "--quantize")
         hint = f"pass a scheme of compressed-tensors, as in {format_option('--quantize int8')}"
         raise UsageError(
-            f"{format_option(option)} is not supported with layout {requested_layout}",
+            f"{option} is not supported with layout {requested_layout}",
             why="programs that read this layout use other quantization schemes",
             hint=hint if is_other_scheme else None,
         )

@@ -73,13 +73,13 @@ def test_help_and_version_import_no_heavy_modules() -> None:
     one_in(
         3,
         [
-            (62, "--help"),
+            (65, "--help"),
             (34, "inspect --help"),
             (141, "inspect HF --json"),
-            (164, "ls RUN --json"),
-            (165, "latest RUN"),
-            (146, "verify HF --level fast"),
-            (146, "verify HF"),
+            (165, "ls RUN --json"),
+            (166, "latest RUN"),
+            (147, "verify HF --level fast"),
+            (147, "verify HF"),
         ],
     ),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from ckptctl import formats
 from ckptctl import option_checks as checks
 from ckptctl import shared_options as opt
 from ckptctl.conversion.conversion_options import ConversionOptions, WriteOptions
@@ -84,6 +83,8 @@ def _build_canonical_options(
 
     Options that select among weights only apply to formats that have a choice.
     """
+    from ckptctl import formats
+
     source = formats.detect_format(path)
     selected = {
         name: getattr(options, name)

@@ -56,6 +56,8 @@ def parse_gpus(text: str) -> Gpus:
 
 def check_gpus(value: str) -> str:
     """Return *value*, or raise if it does not describe GPUs."""
+    if not isinstance(value, str):
+        raise UsageError(f"{value!r} is not a memory size; write it like `80GB` or `4x80GB`")
     parse_gpus(value)
     return value
 

@@ -72,18 +72,25 @@ def test_merge_into_interleaved_rows_matches_reference(tmp_path, dora):
     expected = merged_by_hand(state, adapter, SCALE) | saved
     close(load_any_reference(tmp_path / "out"), expected)
     ckptctl.convert(tmp_path / "base", tmp_path / "mcore", to="mcore")
-    with pytest.raises(CkptError):
-        ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
+    ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
+    close(load_any_reference(tmp_path / "other"), expected)
 
 
-def test_interleaved_mcore_factor_is_refused(base, tmp_path):
+def test_interleaved_mcore_factor_is_merged_by_group(base, tmp_path):
     layer = "decoder.layers.1.self_attention.linear_qkv.adapter"
     shapes = {"in": (3, 64), "out": (128, 3)}
-    factors = {f"{layer}.linear_{end}.weight": torch.ones(shape) for end, shape in shapes.items()}
+    factors = {f"{layer}.linear_{end}.weight": torch.randn(shape) for end, shape in shapes.items()}
     adapter = save_torch(tmp_path / "lora.pt", factors)
-    with pytest.raises(UnsupportedError, match="interleaved") as refused:
-        ckptctl.merge(base, adapter, tmp_path / "out", scaling=2.0)
-    assert "convert the adapter to `peft`" in refused.value.hint
+    ckptctl.merge(base, adapter, tmp_path / "out", scaling=2.0)
+    inner, outer = factors.values()
+    # Of each of the two groups: two query heads, the key and the value, of 16 rows each.
+    groups = (2.0 * outer @ inner).reshape(2, 64, 64)
+    deltas = dict(zip("qkv", groups.split((32, 16, 16), dim=1), strict=True))
+    expected = dict(STATE)
+    for name, delta in deltas.items():
+        key = f"model.layers.1.self_attn.{name}_proj.weight"
+        expected[key] = expected[key] + delta.reshape(-1, 64)
+    close(load_any_reference(tmp_path / "out"), expected)
 
 
 def test_merge_rounds_once_to_model_dtype(tmp_path):

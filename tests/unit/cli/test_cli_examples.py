@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     state = {k: v for file in model.glob("*.safetensors") for k, v in load_file(file).items()}
     save_peft(shelf / "adapter", random_adapter(state))
     ckptctl("merge", str(model), str(shelf / "adapter"), str(shelf / "tuned"), "-q")
+    steps = ("llama-3-8b", "tuned", "llama-3-8b", "tuned")
+    for number, (base, new) in enumerate(pairwise(steps), 1):
+        ckptctl("delta", "make", *(str(shelf / p) for p in (base, new, f"step-{number}.delta")))
     layout = ("--to", "torch", "--to-layout", "torchtune", "--assets", str(model))
     ckptctl("convert", str(shelf / "adapter"), str(shelf / "adapter_model.pt"), *layout, "-q")
     for step in range(1000, 6000, 1000):
@@ -128,6 +132,8 @@ def filtered(line: str, document: str) -> None:
 
 def clear(words: list[str]) -> None:
     """Remove what *words* are to write, if another example starts from it."""
+    if words[:2] == ["delta", "make"]:
+        shutil.rmtree(words[4], ignore_errors=True)
     places = [word for word in words[1:4] if not word.startswith("-")]
     if words[0] in ("convert", "merge", "extract-lora", "consolidate") and len(places) > 1:
         before_options = words[1 : 1 + len(places)]

@@ -149,11 +149,14 @@ def test_built_in_formats_override_plugins(run, installed):
 def test_unimportable_format_module_is_named(run, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("FORMAT = Missing()\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    formats.load_builtin_formats.cache_clear()
+    caches = (formats._import_modules, formats.load_builtin_formats)
+    for cached in caches:
+        cached.cache_clear()
     try:
         result = run("formats")
     finally:
-        formats.load_builtin_formats.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
     assert (result.exit_code, result.stdout) == (2, "")
     assert "cannot load module `ckptctl.formats.broken`" in result.stderr
     assert "NameError: name 'Missing' is not defined" in result.stderr

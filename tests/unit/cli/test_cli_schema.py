@@ -18,7 +18,7 @@ def test_schema_of_one_command_is_printed(run):
 def test_all_schemas_are_listed(run):
     rows = [line.split("\t") for line in run("schema", "--no-header").stdout.splitlines()]
     assert ["error", "ckptctl.error/1", "urn:ckptctl:error:1"] in rows
-    assert run("schema", "-q").stdout.split() == [row[0] for row in rows]
+    assert run("schema", "-q").stdout.splitlines() == [row[0] for row in rows]
     listed = json.loads(run("schema", "--json").stdout)["schemas"]
     assert [list(one.values()) for one in listed] == rows
 
