@@ -75,10 +75,11 @@ class BucketServer:
 
     def _read(self, xet_hash: str) -> bytes:
         from hf_xet import XetFileInfo
-        from huggingface_hub.utils._xet import get_xet_session
+        from huggingface_hub.utils import _xet
 
+        session: Any = _xet.get_xet_session()  # type: ignore[no-untyped-call]
         with tempfile.NamedTemporaryFile() as file:
-            with get_xet_session().new_file_download_group(
+            with session.new_file_download_group(
                 token_refresh_url=f"{self.url}/api/buckets/{BUCKET_ID}/xet-read-token",
                 token_refresh_headers={},
                 custom_headers={},

@@ -61,7 +61,7 @@ class HubBucketStore(FsspecStore):
                 raise SourceNotFoundError(message, where=self.url) from error
 
 
-class HubBucketFileSystem(AbstractFileSystem):
+class HubBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """fsspec file system of all buckets, with paths ``ORG/NAME/PATH`` and without any cache."""
 
     protocol = HUB_BUCKET_SCHEME
@@ -189,7 +189,7 @@ class HubBucketFileSystem(AbstractFileSystem):
         return call_with_retries(request, "the Hub")
 
 
-class _NewFile(AbstractBufferedFile):
+class _NewFile(AbstractBufferedFile):  # type: ignore[misc]
     """File that is written to a temporary local file, and uploaded when it is closed."""
 
     def _initiate_upload(self) -> None:

@@ -66,7 +66,9 @@ def test_converted_checkpoint_downloads_as_written_locally(
 def test_checkpoint_uploaded_by_hub_client_converts_exactly(
     server: BucketServer, tmp_path: Path
 ) -> None:
-    files = [(path, f"models/tiny/{path.name}") for path in TINY.iterdir() if path.is_file()]
+    files: list[tuple[str | Path | bytes, str]] = [
+        (path, f"models/tiny/{path.name}") for path in TINY.iterdir() if path.is_file()
+    ]
     HfApi().batch_bucket_files(BUCKET_ID, add=files)
     assert ckptctl.verify(f"{URL}/models/tiny").verdict == "complete"
     ckptctl.convert(TINY, tmp_path / "local", to="meta")

@@ -209,7 +209,7 @@ def test_tensor_with_missing_part_is_refused() -> None:
         assert caught.value.where == "tensor `ab`"
 
 
-def test_equal_shapes_with_other_heads_have_another_order() -> None:
+def test_equal_shapes_with_other_heads_have_another_order():
     """What one model becomes is kept for others of its sizes, and only for those."""
     known, found = family("llama3"), []
     shapes = tables.tiny(known, "hf")
