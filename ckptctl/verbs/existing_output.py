@@ -31,7 +31,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import parse_json, read_json
 from ckptctl.storage.paths import resolve_source_path
 from ckptctl.storage.threads import StartProgress
-from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import format_rfc3339
 from ckptctl.verbs.verification.verify import verify_checkpoint
@@ -174,7 +174,7 @@ def _get_manifest_file(plan: ConversionPlan) -> OutputFile:
 
 def _read_time_ns(existing: TreePath, name: str) -> int:
     """Return the time in nanoseconds at which the file *name* was written, or 0 if unknown."""
-    if isinstance(existing, UrlPath) and parse_scheme(existing.url) == HUB_SCHEME:
+    if isinstance(existing, UrlPath) and is_hub_repository(existing.url):
         return read_commit_time_ns(existing.url, name)
     return (existing / name).stat().st_mtime_ns
 

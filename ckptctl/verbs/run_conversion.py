@@ -39,7 +39,7 @@ from ckptctl.storage.publish import (
     remove_stale_staging,
 )
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import pluralize
 from ckptctl.verbs.existing_output import find_existing_output, find_mismatch, fingerprint_source
@@ -281,7 +281,7 @@ def _run_checkpoint(
         return outcome
     options, target = plan.options, planned.target
     try:
-        if isinstance(target, UrlPath) and parse_scheme(target.url) == HUB_SCHEME:
+        if isinstance(target, UrlPath) and is_hub_repository(target.url):
             create_branch(target.url)
         with clean_up_if_refused(target):
             conversion = plan_conversion(planned.checkpoint.path, target, options)

@@ -12,7 +12,7 @@ from ckptctl.errors import CkptError, PartialError, quote_names
 from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
 from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.selection import Selection
-from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
 
@@ -124,8 +124,8 @@ class RunConversionPlan(
 
     @property
     def is_hub_upload(self) -> bool:
-        """Whether the outputs are uploaded to the Hub."""
-        return parse_scheme(str(self.destination)) == HUB_SCHEME
+        """Whether the outputs are commits in a repository of the Hub, unlike those in a bucket."""
+        return is_hub_repository(str(self.destination))
 
     @property
     def is_partial(self) -> bool:

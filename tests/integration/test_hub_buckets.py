@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +89,22 @@ def test_run_in_bucket_is_listed_and_pruned(server: BucketServer) -> None:
     pruned = runner.invoke(app, ["prune", f"{URL}/run", "--keep-last", "1", "--yes", "-q"])
     assert pruned.exit_code == 0, pruned.output
     assert {path.rpartition("/")[0] for path in server.files} == {"run/step-10", "run2/step-3"}
+
+
+def test_outputs_of_a_run_in_bucket_are_not_written_twice(
+    server: BucketServer, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        shutil.copytree(TINY, tmp_path / "run" / f"step-{step}")
+    time.sleep(0.01)  # file times advance every few milliseconds
+    plan = ckptctl.plan_run_conversion(tmp_path / "run", f"{URL}/out", to="hf")
+    assert not plan.is_hub_upload, "only commits need a confirmation"
+    result = ckptctl.convert_run(tmp_path / "run", f"{URL}/out", to="hf")
+    assert [item.status for item in result.checkpoints] == ["converted"] * 2
+    batches = list(server.batches)
+    result = ckptctl.convert_run(tmp_path / "run", f"{URL}/out", to="hf")
+    assert [item.status for item in result.checkpoints] == ["present"] * 2, result.checkpoints
+    assert server.batches == batches
 
 
 def test_replaced_file_is_detected_while_reading(server: BucketServer) -> None:
