@@ -31,7 +31,7 @@ from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.selection import select_checkpoints
 from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
-from ckptctl.storage.paths import parse_path, resolve_links
+from ckptctl.storage.paths import expand_home, parse_path, resolve_links
 from ckptctl.storage.publish import (
     UNFINISHED_MESSAGE,
     clean_up_if_refused,
@@ -81,7 +81,7 @@ def plan_conversions(
         CkptError: The run, the options or the destination are not usable. Errors of a single
             checkpoint are in the plan.
     """
-    source, destination = parse_path(root), parse_path(dst)
+    source, destination = parse_path(root), expand_home(parse_path(dst))
     formats.get_writable_format(options.to)
     with families.use_converter_file(options.converter):
         selection = select_checkpoints(source, selection_options, environment)
@@ -102,7 +102,7 @@ def _require_destination(root: TreePath, destination: TreePath) -> None:
         if str(destination).rstrip("/") == str(root).rstrip("/"):
             raise RefusedError("the destination is the run itself", where=str(destination))
         return
-    folder = Path(_get_folder(destination)).expanduser()
+    folder = Path(_get_folder(destination))
     resolved = resolve_links(folder.absolute())
     if resolved == resolve_links(Path(root).absolute()):
         raise RefusedError(

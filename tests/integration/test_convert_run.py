@@ -421,6 +421,21 @@ def test_fields_of_destination_are_replaced(tmp_path: Path, run: Path) -> None:
     assert statuses(again) == {"step-100": "failed"}, "a file has no manifest"
 
 
+@pytest.mark.parametrize("template", ["", "/hf-{step}"])
+def test_home_folder_in_destination_is_expanded(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    for status in ("converted", "present"):
+        result = ckptctl.convert_run(run, f"~/out{template}", to="hf", steps="100")
+        assert statuses(result) == {"step-100": status}, result.checkpoints
+    assert [line["status"] for line in log_lines(tmp_path / "home" / "out")] == [
+        "converted",
+        "present",
+    ]
+
+
 def test_lightning_files_lose_their_suffix(tmp_path: Path) -> None:
     state, _ = tiny_llama()
     run = tmp_path / "run"
