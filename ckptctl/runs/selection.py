@@ -23,14 +23,19 @@ class Selection:
     Attributes:
         root: Run folder.
         checkpoints: Selected checkpoints of the task, by series and step, whatever their verdict.
-        total: Number of selected checkpoints of all tasks.
+        selected: Selected checkpoints of all tasks.
         task: The task, or None if there is only one.
     """
 
     root: TreePath
     checkpoints: tuple[Checkpoint, ...]
-    total: int
+    selected: tuple[Checkpoint, ...]
     task: Task | None = None
+
+    @property
+    def total(self) -> int:
+        """Number of selected checkpoints of all tasks."""
+        return len(self.selected)
 
     @property
     def task_text(self) -> str | None:
@@ -87,7 +92,7 @@ def select_checkpoints(
             for checkpoint in selected
         )
         part = divide_evenly(sizes, task.count)[task.number - 1]
-    return Selection(run.root, tuple(part), len(selected), task)
+    return Selection(run.root, tuple(part), tuple(selected), task)
 
 
 def _select_steps(

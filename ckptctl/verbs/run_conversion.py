@@ -7,6 +7,7 @@ with the same command. Destinations that hold the planned output are skipped
 
 from __future__ import annotations
 
+import re
 import time as clock
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -87,11 +88,10 @@ def plan_conversions(
         selection = select_checkpoints(source, selection_options, environment)
     _require_destination(selection.root, destination)
     _require_template_for_files(destination, options)
-    targets = [_build_target(destination, item) for item in selection.checkpoints]
-    _require_different_targets(selection.checkpoints, targets)
+    _require_different_targets(selection.selected, destination)
     planned = tuple(
-        _plan_checkpoint(checkpoint, target, options)
-        for checkpoint, target in zip(selection.checkpoints, targets, strict=True)
+        _plan_checkpoint(checkpoint, _build_target(destination, checkpoint), options)
+        for checkpoint in selection.checkpoints
     )
     return RunConversionPlan(selection, destination, options, planned)
 
@@ -131,12 +131,13 @@ def _require_template_for_files(destination: TreePath, options: ConversionOption
         )
 
 
-def _require_different_targets(
-    checkpoints: Sequence[Checkpoint], targets: Sequence[TreePath]
-) -> None:
-    """Raise if two checkpoints have the same destination."""
+def _require_different_targets(checkpoints: Sequence[Checkpoint], destination: TreePath) -> None:
+    """Raise if two checkpoints, possibly of different tasks, have the same destination."""
     names: dict[str, str] = {}
-    for checkpoint, target in zip(checkpoints, targets, strict=True):
+    for checkpoint in checkpoints:
+        if checkpoint.entry.is_staging:  # never converted
+            continue
+        target = _build_target(destination, checkpoint)
         other = names.setdefault(str(target), checkpoint.name)
         if other != checkpoint.name:
             raise UsageError(
@@ -166,8 +167,7 @@ def _build_target(destination: TreePath, checkpoint: Checkpoint) -> TreePath:
         return destination / name
     fields = {NAME_FIELD: name, STEP_FIELD: str(checkpoint.step)}
     text = destination.url if isinstance(destination, UrlPath) else str(destination)
-    for field, value in fields.items():
-        text = text.replace(field, value)
+    text = re.sub("|".join(map(re.escape, fields)), lambda match: fields[match[0]], text)
     if isinstance(destination, UrlPath):
         return UrlPath(destination.tree, text)
     return parse_path(text)

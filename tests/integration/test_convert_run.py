@@ -377,7 +377,19 @@ def test_wrong_paths_are_errors(tmp_path: Path, run: Path) -> None:
     fail(2, "found a file", run, tmp_path / "file")
     save_hf(run / "global_step100", *tiny_llama())
     fail(2, "two checkpoints have the same destination", run, f"{tmp_path}/o/{{step}}")
+    for task in ("1/2", "2/2", "6/6"):  # the checkpoints may be in different parts
+        words = (run, f"{tmp_path}/o/{{step}}", "--task", task)
+        fail(2, "two checkpoints have the same destination", *words)
     assert not (tmp_path / "o").exists()
+
+
+def test_unfinished_save_has_no_destination_of_its_own(tmp_path: Path, run: Path) -> None:
+    (run / "tmp-checkpoint-100").mkdir()
+    plan = ckptctl.plan_run_conversion(run, f"{tmp_path}/out/{{step}}", to="hf", steps="100")
+    assert {item.name: item.action for item in plan.checkpoints} == {
+        "tmp-checkpoint-100": "skip",
+        "step-100": "convert",
+    }
 
 
 @pytest.mark.parametrize(
@@ -434,6 +446,13 @@ def test_home_folder_in_destination_is_expanded(
         "converted",
         "present",
     ]
+
+
+def test_fields_in_names_are_not_replaced(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", (1,))
+    (run / "step-1").rename(run / "{step}-step=7")
+    plan = ckptctl.plan_run_conversion(run, f"{tmp_path}/{{step}}/{{name}}", to="hf")
+    assert str(plan.checkpoints[0].target) == f"{tmp_path}/7/{{step}}-step=7"
 
 
 def test_lightning_files_lose_their_suffix(tmp_path: Path) -> None:
