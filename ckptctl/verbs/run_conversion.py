@@ -29,6 +29,7 @@ from ckptctl.errors import (
 from ckptctl.remote.hub_branches import create_branch
 from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
+from ckptctl.runs.names import parse_name, parse_staged_name
 from ckptctl.runs.selection import select_checkpoints
 from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
@@ -86,7 +87,7 @@ def plan_conversions(
     formats.get_writable_format(options.to)
     with families.use_converter_file(options.converter):
         selection = select_checkpoints(source, selection_options, environment)
-    _require_destination(selection.root, destination)
+    _require_destination(source, selection.selected, destination)
     _require_template_for_files(destination, options)
     _require_different_targets(selection.selected, destination)
     planned = tuple(
@@ -96,29 +97,45 @@ def plan_conversions(
     return RunConversionPlan(selection, destination, options, planned)
 
 
-def _require_destination(root: TreePath, destination: TreePath) -> None:
-    """Raise if outputs below *destination* could be mistaken for checkpoints of the run."""
-    if isinstance(destination, UrlPath) or isinstance(root, UrlPath):
-        if str(destination).rstrip("/") == str(root).rstrip("/"):
-            raise RefusedError("the destination is the run itself", where=str(destination))
-        return
-    folder = Path(_get_folder(destination))
-    resolved = resolve_links(folder.absolute())
-    if resolved == resolve_links(Path(root).absolute()):
-        raise RefusedError(
-            "the destination is the run itself",
-            where=str(destination),
-            hint="choose a new folder next to the run or elsewhere",
-        )
-    if folder.exists() and not folder.is_dir():
+def _require_destination(
+    root: TreePath, checkpoints: Sequence[Checkpoint], destination: TreePath
+) -> None:
+    """Raise if outputs could be mistaken for checkpoints of the run, or be written into one."""
+    folder, run = map(_make_comparable, (_get_folder(destination), root))
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UsageError("expected a folder, found a file", where=str(destination))
-    if folder.is_dir() and (sniffed := formats.sniff_formats(folder)):
+    hint = "choose a new folder next to the run or elsewhere"
+    if folder == run:
+        raise RefusedError("the destination is the run itself", where=str(destination), hint=hint)
+    if isinstance(folder, Path) and folder.is_dir() and (sniffed := formats.sniff_formats(folder)):
         raise RefusedError(
             "the destination is a checkpoint, not a folder of checkpoints",
             where=str(destination),
             why=", ".join(f"{name}: {evidence}" for name, evidence in sniffed.items()),
             hint="choose another folder",
         )
+    entry_name = next(iter(folder.relative_to(run).parts), "") if _contains(run, folder) else ""
+    if (
+        parse_name(entry_name)
+        or parse_staged_name(entry_name)
+        or any(_contains(_make_comparable(item.path), folder) for item in checkpoints)
+    ):
+        raise RefusedError(
+            "the destination is inside a checkpoint of the run",
+            where=str(destination),
+            why=f"ckptctl never writes into a source ({root})",
+            hint=hint,
+        )
+
+
+def _make_comparable(path: TreePath) -> TreePath:
+    """Return a local path that is absolute and has no links, or a URL unchanged."""
+    return path if isinstance(path, UrlPath) else resolve_links(path.absolute())
+
+
+def _contains(folder: TreePath, path: TreePath) -> bool:
+    """Return whether *path* is *folder* or inside it."""
+    return isinstance(path, type(folder)) and path.is_relative_to(folder)
 
 
 def _require_template_for_files(destination: TreePath, options: ConversionOptions) -> None:
@@ -155,7 +172,7 @@ def _has_field(destination: TreePath) -> bool:
 
 def _get_folder(destination: TreePath) -> TreePath:
     """Return the deepest folder of *destination* that has no field."""
-    while _has_field(destination):
+    while _has_field(destination) and destination.parent != destination:
         destination = destination.parent
     return destination
 

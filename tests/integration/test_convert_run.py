@@ -373,6 +373,12 @@ def test_wrong_paths_are_errors(tmp_path: Path, run: Path) -> None:
     fail(6, "the destination is the run itself", run, run)
     fail(6, "the destination is the run itself", run, f"{run}/{{name}}")
     fail(6, "the destination is a checkpoint", run, run / "step-100")
+    shutil.copytree(run / "step-100", tmp_path / "linked")
+    (run / "step-500").symlink_to(tmp_path / "linked")
+    for folder in ("step-100/o", "step-100/o/{name}", "step-500/o", "step-1100", "../linked/o"):
+        words = (run, f"{run}/{folder}", "--steps", "200,500")
+        fail(6, "the destination is inside a checkpoint of the run", *words)
+    (run / "step-500").unlink()
     (tmp_path / "file").write_text("x")
     fail(2, "found a file", run, tmp_path / "file")
     save_hf(run / "global_step100", *tiny_llama())
@@ -711,6 +717,16 @@ def test_run_is_written_to_an_object_store(tmp_path: Path, template: str) -> Non
     assert statuses(again) == {"step-100": "present", "step-200": "failed"}
     again = ckptctl.convert_run(run, f"{place}{template}", to="hf", overwrite=True)
     assert statuses(again) == {"step-100": "present", "step-200": "converted"}
+
+
+@pytest.mark.parametrize("folder", ["", "/{name}", "/hf-{step}", "/step-100/o", "/step-7/{step}"])
+def test_outputs_at_a_url_are_not_written_into_the_run(tmp_path: Path, folder: str) -> None:
+    place = f"memory://{tmp_path.name}"
+    ckptctl.convert_run(make_run(tmp_path / "run", (100, 200)), place, to="hf")
+    with pytest.raises(RefusedError, match="the run itself|inside a checkpoint of the run"):
+        ckptctl.convert_run(place, place + folder, to="dcp", steps="200")
+    result = ckptctl.convert_run(place, f"{place}/dcp", to="dcp", steps="200")
+    assert statuses(result) == {"step-200": "converted"}
 
 
 @of_the_client
