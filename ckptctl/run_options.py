@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MIN_AGE = "1h"
+MAX_RANGE_CHARS = 100
+"""Maximum length of a range of steps. Python converts at most 4,300 digits to an integer."""
 
 
 def parse_duration(value: float | str) -> float:
@@ -59,6 +61,8 @@ def parse_step_range(text: str) -> range | None:
         raise UsageError("a step is empty", hint="separate steps by single commas")
     if not re.fullmatch(r"\d*(:\d*){0,2}", text, re.ASCII):
         return None
+    if len(text) > MAX_RANGE_CHARS:
+        raise UsageError(f"`{text[:MAX_RANGE_CHARS]}...` is too long for a range of steps")
     first, *others = text.split(":")
     last, every = (*others, "", "")[:2] if others else (first, "")
     if every and not int(every):
@@ -80,7 +84,7 @@ def check_task(value: str) -> str:
     if int(count) < 1:
         raise UsageError(f"`{value}` has no task", why="N is the number of tasks, at least 1")
     if number and not 1 <= int(number) <= int(count):
-        raise UsageError(f"task {int(number)} is not one of 1 to {int(count)}", where=value)
+        raise UsageError(f"task {int(number)} is not one of 1 to {int(count)}")
     return value
 
 

@@ -104,7 +104,9 @@ def convert_run(
         output.print_answer(
             name,
             plan,
-            names=(item.target for item in plan.checkpoints),
+            names=(
+                item.target for item in plan.checkpoints if item.action in ("convert", "verify")
+            ),
             rows=(_make_plan_row(output, item) for item in plan.checkpoints),
             columns=PLAN_COLUMNS,
             human=lambda: _show_plan(output, plan),

@@ -91,7 +91,9 @@ def select_checkpoints(
             )
             for checkpoint in selected
         )
-        part = divide_evenly(sizes, task.count)[task.number - 1]
+        # More tasks than checkpoints have nothing to do. Their number may be huge.
+        parts = divide_evenly(sizes, min(task.count, len(selected)))
+        part = parts[task.number - 1] if task.number <= len(parts) else []
     return Selection(run.root, tuple(part), tuple(selected), task)
 
 

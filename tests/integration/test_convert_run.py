@@ -324,6 +324,8 @@ def test_incomplete_checkpoints_are_skipped_with_exit_code_7(tmp_path: Path, run
     dry = run_program(["convert", run, tmp_path / "no", "--to", "dcp", "--each", "--dry-run"])
     assert dry.returncode == 7 and not (tmp_path / "no").exists()
     assert "skip\tstep-200\t" in dry.stdout
+    dry = run_program(["convert", run, tmp_path / "no", "--to", "dcp", "--each", "-n", "-q"])
+    assert {Path(line).name for line in dry.stdout.splitlines()} == converted
 
 
 def test_allow_missing_converts_damaged_checkpoints(tmp_path: Path) -> None:
@@ -491,6 +493,15 @@ def test_union_of_tasks_equals_one_run(tmp_path: Path, run: Path) -> None:
         ]
         assert sorted(done) == sorted(f"step-{step}" for step in STEPS), "each in one task"
         assert digests(out) == expected
+
+
+def test_number_of_tasks_may_be_huge(tmp_path: Path, run: Path) -> None:
+    plans = [
+        ckptctl.plan_run_conversion(run, tmp_path / "out", to="hf", task=f"{number}/999999999")
+        for number in (1, 2, 3, 4, 5, 6, 999999999)
+    ]
+    assert [len(plan.checkpoints) for plan in plans] == [1, 1, 1, 1, 1, 0, 0]
+    assert {plan.checkpoints[0].name for plan in plans[:5]} == {f"step-{step}" for step in STEPS}
 
 
 def test_slurm_array_divides_run(tmp_path: Path, run: Path) -> None:
@@ -723,7 +734,7 @@ def test_run_is_written_to_an_object_store(tmp_path: Path, template: str) -> Non
 def test_outputs_at_a_url_are_not_written_into_the_run(tmp_path: Path, folder: str) -> None:
     place = f"memory://{tmp_path.name}"
     ckptctl.convert_run(make_run(tmp_path / "run", (100, 200)), place, to="hf")
-    with pytest.raises(RefusedError, match="the run itself|inside a checkpoint of the run"):
+    with pytest.raises(RefusedError, match=r"the run itself|inside a checkpoint of the run"):
         ckptctl.convert_run(place, place + folder, to="dcp", steps="200")
     result = ckptctl.convert_run(place, f"{place}/dcp", to="dcp", steps="200")
     assert statuses(result) == {"step-200": "converted"}

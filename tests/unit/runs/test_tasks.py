@@ -117,3 +117,9 @@ def test_step_range_includes_its_last_step(text: str, steps: list[int]) -> None:
     assert list(parse_step_range(text) or ()) == steps
     assert parse_step_range("step-*") is None and parse_step_range("1e3") is None
     assert 10**18 in (parse_step_range("7:") or ())
+
+
+def test_long_range_is_a_usage_error() -> None:
+    for text in ("9" * 5000, f":{'9' * 5000}", f"1:2:{'9' * 5000}"):
+        with pytest.raises(UsageError, match="too long for a range of steps"):
+            parse_step_range(text)
