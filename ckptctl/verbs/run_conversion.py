@@ -227,10 +227,11 @@ def _plan_checkpoint(
 def _find_skip_reason(checkpoint: Checkpoint, options: ConversionOptions) -> str:
     """Return the reason to skip a checkpoint, or an empty string if it is to be converted."""
     is_unstable = checkpoint.writing or checkpoint.entry.is_staging
-    if checkpoint.complete or (options.allow_missing and not is_unstable):
-        return ""
-    # With a stated format, the conversion itself determines whether the checkpoint is complete.
-    if checkpoint.verdict is Verdict.UNKNOWN and options.from_format and not is_unstable:
+    # With these options, the conversion itself determines whether everything it needs is there.
+    completed = options.allow_missing or options.fill_from or options.include or options.exclude
+    described = options.from_format or options.model_type or options.rules or options.ranks
+    is_unknown = checkpoint.verdict is Verdict.UNKNOWN
+    if checkpoint.complete or (not is_unstable and (completed or (is_unknown and described))):
         return ""
     return f"{checkpoint.state}: {checkpoint.problem}" if checkpoint.problem else checkpoint.state
 

@@ -342,6 +342,30 @@ def test_allow_missing_converts_damaged_checkpoints(tmp_path: Path) -> None:
     assert again.checkpoints[-1].missing and not again.checkpoints[-1].is_success
 
 
+def test_options_complete_checkpoints_of_which_tensors_are_missing(tmp_path: Path) -> None:
+    name = "model.norm.weight"
+    run = make_run(tmp_path / "run", (100, 200))
+    base = make_run(tmp_path / "base", (1,)) / "step-1"
+    config = json.loads((run / "step-100" / "config.json").read_text())
+    state = load_file(run / "step-100" / "model.safetensors")
+    save_hf(run / "step-100", {key: state[key] for key in state if key != name}, config)
+    age(run / "step-100", START)  # else it counts as being written
+    result = ckptctl.convert_run(run, tmp_path / "none", to="hf")
+    assert statuses(result) == {"step-100": "skipped", "step-200": "converted"}
+    for number, options in enumerate(({"fill_from": base}, {"exclude": [name]})):
+        out = tmp_path / f"out-{number}"
+        alone = convert_alone(run, tmp_path / f"alone-{number}", to="hf", **options)
+        result = ckptctl.convert_run(run, out, to="hf", **options)
+        assert statuses(result) == {"step-100": "converted", "step-200": "converted"}
+        assert digests(out) == alone
+        again = ckptctl.convert_run(run, out, to="hf", **options)
+        assert set(statuses(again).values()) == {"present"}
+    shape = load_file(base / "model.safetensors")
+    save_hf(base, {**shape, name: shape[name] + 1}, config)
+    again = ckptctl.convert_run(run, tmp_path / "out-0", to="hf", fill_from=base)
+    assert statuses(again) == {"step-100": "failed", "step-200": "present"}
+
+
 def test_error_of_one_checkpoint_does_not_stop_others(tmp_path: Path, run: Path) -> None:
     state = load_file(run / "step-200" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
