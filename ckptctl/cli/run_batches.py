@@ -16,7 +16,7 @@ from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import count_ranks
 from ckptctl.cli.tables import Column, StyledText
 from ckptctl.cli.typed_paths import format_command_line
-from ckptctl.errors import PartialError, RefusedError, UsageError, format_option
+from ckptctl.errors import RefusedError, UsageError, format_option
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, format_seconds, pluralize
 
@@ -111,8 +111,7 @@ def convert_run(
             columns=PLAN_COLUMNS,
             human=lambda: _show_plan(output, plan),
         )
-        if plan.is_partial:
-            raise typer.Exit(PartialError.exit_code)
+        plan.require_complete()
         output.print_hint(f"run it with `{format_command_line()}`")
         return
     if plan.is_hub_upload:
@@ -129,7 +128,7 @@ def convert_run(
         raise StoppedError(
             "interrupted",
             where=str(dst),
-            why=f"{len(done):,} of {pluralize(len(plan.checkpoints), 'checkpoint')} were processed",
+            why=f"processed {len(done):,} of {pluralize(len(plan.checkpoints), 'checkpoint')}",
             hint=f"resume with `{format_command_line('--resume', without='--restart')}`",
         ) from None
     if output.mode == "json":

@@ -112,7 +112,9 @@ def _select_steps(
             checkpoint.name
             for checkpoint in checkpoints
             if (
-                fnmatchcase(checkpoint.name, pattern) if steps is None else checkpoint.step in steps
+                checkpoint.name == pattern or fnmatchcase(checkpoint.name, pattern)
+                if steps is None
+                else checkpoint.step in steps
             )
         }
         if not matching:

@@ -127,10 +127,17 @@ class RunConversionPlan(
         """Whether the outputs are commits in a repository of the Hub, unlike those in a bucket."""
         return is_hub_repository(str(self.destination))
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether a checkpoint is skipped or cannot be converted."""
-        return any(item.action in ("skip", "fail") for item in self.checkpoints)
+    def require_complete(self) -> None:
+        """Raise `PartialError` if a checkpoint is skipped or cannot be converted."""
+        lacking = [item for item in self.checkpoints if item.action in ("skip", "fail")]
+        if lacking:
+            raise PartialError(
+                f"{len(lacking):,} of {pluralize(len(self.checkpoints), 'checkpoint')} cannot be "
+                "converted",
+                where=quote_names([item.name for item in lacking]),
+                why=f"`{lacking[0].name}`: {lacking[0].reason}",
+                hint=lacking[0].error.hint if lacking[0].error else None,
+            )
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:

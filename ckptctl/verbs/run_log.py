@@ -43,6 +43,7 @@ def append_to_log(folder: Path, task: str | None, outcome: ConvertedCheckpoint) 
     }
     try:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_NONBLOCK  # else a FIFO would block
         descriptor = os.open(folder / LOG_NAME, flags, 0o666)
         try:
             os.write(descriptor, json.dumps(line).encode() + b"\n")
@@ -55,8 +56,11 @@ def append_to_log(folder: Path, task: str | None, outcome: ConvertedCheckpoint) 
 
 def read_recorded_source(folder: TreePath, planned: PlannedCheckpoint) -> str | None:
     """Return the fingerprint of the source in the last line about a conversion to the target."""
+    log = folder / LOG_NAME
+    if not log.is_file():
+        return None
     try:
-        lines = (folder / LOG_NAME).read_bytes().splitlines()
+        lines = log.read_bytes().splitlines()
     except OSError:
         return None
     target = _format_relative(folder, planned.target)

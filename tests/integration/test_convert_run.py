@@ -324,6 +324,7 @@ def test_incomplete_checkpoints_are_skipped_with_exit_code_7(tmp_path: Path, run
     dry = run_program(["convert", run, tmp_path / "no", "--to", "dcp", "--each", "--dry-run"])
     assert dry.returncode == 7 and not (tmp_path / "no").exists()
     assert "skip\tstep-200\t" in dry.stdout
+    assert "error: 4 of 10 checkpoints cannot be converted" in dry.stderr
     dry = run_program(["convert", run, tmp_path / "no", "--to", "dcp", "--each", "-n", "-q"])
     assert {Path(line).name for line in dry.stdout.splitlines()} == converted
 
@@ -478,6 +479,22 @@ def test_home_folder_in_destination_is_expanded(
         "converted",
         "present",
     ]
+
+
+def test_name_with_special_characters_is_selected(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", (1, 2))
+    (run / "step-1").rename(run / "[a]-step=1")
+    plan = ckptctl.plan_run_conversion(run, tmp_path / "out", to="hf", steps="[a]-step=1")
+    assert [item.name for item in plan.checkpoints] == ["[a]-step=1"]
+
+
+def test_log_that_is_no_file_is_not_opened(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / LOG)
+    for status in ("converted", "present"):
+        found = run_program(["convert", run, tmp_path / "out", "--to", "hf", "--each"])
+        assert found.returncode == 0 and found.stdout.count(f"{status}\tstep-") == len(STEPS)
+        assert f"cannot append to `{LOG}`" in found.stderr
 
 
 def test_fields_in_names_are_not_replaced(tmp_path: Path) -> None:
