@@ -44,7 +44,12 @@ from ckptctl.storage.threads import Advance
 from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import pluralize
-from ckptctl.verbs.existing_output import find_existing_output, find_mismatch, fingerprint_source
+from ckptctl.verbs.existing_output import (
+    Mismatch,
+    find_existing_output,
+    find_mismatch,
+    fingerprint_source,
+)
 from ckptctl.verbs.run_conversion_result import (
     ConvertedCheckpoint,
     PlannedCheckpoint,
@@ -294,10 +299,13 @@ def _run_checkpoint(
 ) -> ConvertedCheckpoint:
     if planned.action == "skip":
         return ConvertedCheckpoint(planned, "skipped", planned.reason)
-    outcome = _find_present(plan, planned, folder, label, start_item)
-    if outcome is not None:
-        return outcome
     options, target = plan.options, planned.target
+    found = _compare_existing_output(plan, planned, folder, label, start_item)
+    if isinstance(found, ConvertedCheckpoint):
+        return found
+    # At a URL, the conversion itself decides, because it can resume an incomplete upload.
+    if isinstance(found, Mismatch) and not (options.overwrite or isinstance(target, UrlPath)):
+        raise _unknown_output_error(target, found)
     try:
         if isinstance(target, UrlPath) and is_hub_repository(target.url):
             create_branch(target.url)
@@ -305,12 +313,15 @@ def _run_checkpoint(
             conversion = plan_conversion(planned.checkpoint.path, target, options)
         with start_item(f"copying {label}", conversion.nbytes) as advance:
             result = run_conversion(conversion, advance)
-    except RefusedError:
+    except RefusedError as error:
         # Another task may have converted this checkpoint in the meantime.
-        outcome = _find_present(plan, planned, folder, label, start_item, refuse=False)
-        if outcome is None:
-            raise
-        return outcome
+        again = _compare_existing_output(plan, planned, folder, label, start_item)
+        if isinstance(again, ConvertedCheckpoint):
+            return again
+        if isinstance(found, Mismatch) and not options.overwrite:
+            unknown = f"it is not known to be this conversion: {found.why}"
+            error.why = "; ".join(filter(None, (error.why, unknown)))
+        raise
     return _describe_conversion(planned, conversion, result)
 
 
@@ -334,20 +345,17 @@ def _describe_conversion(
     )
 
 
-def _find_present(
+def _compare_existing_output(
     plan: RunConversionPlan,
     planned: PlannedCheckpoint,
     folder: TreePath | None,
     label: str,
     start_item: StartItem,
-    *,
-    refuse: bool = True,
-) -> ConvertedCheckpoint | None:
-    """Return the outcome of a checkpoint whose destination holds its conversion, or None.
+) -> ConvertedCheckpoint | Mismatch | None:
+    """Return the outcome of a checkpoint whose destination holds its conversion.
 
-    Raises:
-        RefusedError: The destination exists, but is not known to be the conversion, and may not be
-            replaced. Not raised if *refuse* is false.
+    Return the reason if an existing output is not known to be the conversion, or None if there is
+    no output.
     """
     existing = find_existing_output(planned.target)
     if existing is None:
@@ -357,26 +365,26 @@ def _find_present(
     mismatch = find_mismatch(
         probe, existing, recorded, lambda nbytes: start_item(f"verifying {label}", nbytes)
     )
-    if mismatch is None:
-        _remove_leftovers(planned.target)
-        missing = len(probe.missing)
-        return ConvertedCheckpoint(
-            planned,
-            "present",
-            f"{pluralize(missing, 'item is', 'items are')} missing in the source"
-            if missing
-            else "",
-            nbytes=probe.nbytes,
-            missing=missing,
-            digest=probe.plan.digest,
-            source_fingerprint=fingerprint_source(probe),
-        )
-    if plan.options.overwrite or not refuse or isinstance(planned.target, UrlPath):
-        return None
-    error = destination_exists_error(planned.target)
+    if mismatch is not None:
+        return mismatch
+    _remove_leftovers(planned.target)
+    missing = len(probe.missing)
+    return ConvertedCheckpoint(
+        planned,
+        "present",
+        f"{pluralize(missing, 'item is', 'items are')} missing in the source" if missing else "",
+        nbytes=probe.nbytes,
+        missing=missing,
+        digest=probe.plan.digest,
+        source_fingerprint=fingerprint_source(probe),
+    )
+
+
+def _unknown_output_error(target: TreePath, mismatch: Mismatch) -> RefusedError:
+    error = destination_exists_error(target)
     error.what = "the destination exists, but is not known to be this conversion"
     error.why = mismatch.why
-    raise error
+    return error
 
 
 def _remove_leftovers(target: TreePath) -> None:

@@ -767,6 +767,7 @@ def test_run_is_written_to_an_object_store(tmp_path: Path, template: str) -> Non
     flip_byte(run / "step-200" / "model.safetensors")
     again = ckptctl.convert_run(run, f"{place}{template}", to="hf")
     assert statuses(again) == {"step-100": "present", "step-200": "failed"}
+    assert "`model.safetensors` of the source changed" in again.checkpoints[1].reason
     again = ckptctl.convert_run(run, f"{place}{template}", to="hf", overwrite=True)
     assert statuses(again) == {"step-100": "present", "step-200": "converted"}
 
@@ -805,6 +806,8 @@ def test_branches_of_a_hub_repository(hub: Hub, run: Path) -> None:
     flip_byte(run / "step-200" / "model.safetensors")
     changed = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf")
     assert statuses(changed)["step-200"] == "failed"
+    reasons = {item.name: item.reason for item in changed.checkpoints}
+    assert "`model.safetensors` of the source changed" in reasons["step-200"]
     changed = ckptctl.convert_run(run, "hf://org/new@{name}", to="hf", overwrite=True)
     assert statuses(changed)["step-200"] == "converted"
     assert set(statuses(changed).values()) == {"converted", "present"}
