@@ -229,6 +229,13 @@ def stage_output(
                 f"{format_option('--restart', command='convert')} to discard it and start over",
             )
         try:
+            # Another run may have published the output before it released the lock.
+            check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
+        except RefusedError as error:
+            if partial_output is None:
+                _add_notes(error, _remove_staging(stage))
+            raise
+        try:
             _prepare_data(stage, resume=resume)
             yield stage
         except BaseException as error:

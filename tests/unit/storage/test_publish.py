@@ -105,6 +105,23 @@ def test_target_created_meanwhile_is_kept(tmp_path):
     assert tree(tmp_path) == ["out"]
 
 
+def test_output_published_before_lock_is_refused_before_work(tmp_path, monkeypatch):
+    target, hold_lock = tmp_path / "out", publish.lock.hold_lock
+
+    def publish_other(*arguments, **options):
+        target.mkdir()
+        (target / "file").touch()
+        return hold_lock(*arguments, **options)
+
+    monkeypatch.setattr(publish.lock, "hold_lock", publish_other)
+    with (
+        pytest.raises(RefusedError, match="the destination exists"),
+        stage_output(target, resume=True, keep_on_error=True),
+    ):
+        pytest.fail("the output would be written in vain")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_kernel_rename_never_replaces_new_empty_directory(tmp_path, monkeypatch):
     """Even when the check sees nothing, an empty directory is not silently replaced."""
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
