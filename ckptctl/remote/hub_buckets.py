@@ -37,6 +37,11 @@ class HubBucketStore(FsspecStore):
         require_bucket(url)
         super().__init__(url, shown_url)
 
+    def find_parent(self) -> FsspecStore | None:
+        """See :class:`~ckptctl.remote.store.FsspecStore`. Nothing is above a bucket."""
+        is_bucket = self.url.rstrip("/")[len(HUB_BUCKET_PREFIX) :].count("/") < 2
+        return None if is_bucket else super().find_parent()
+
     def read_range(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`~ckptctl.remote.store.Store`. Raises if the file was replaced."""
         path = self.resolve_path(name)

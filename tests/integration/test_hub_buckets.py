@@ -65,6 +65,11 @@ def test_converted_checkpoint_downloads_as_written_locally(
     assert added[0].endswith(".ckptctl-writing") and added[-1] == "runs/step-1/.metadata"
 
 
+def test_checkpoint_at_the_top_of_a_bucket_is_read(server: BucketServer) -> None:
+    ckptctl.convert(TINY, URL, to="hf")
+    assert ckptctl.verify(URL, level="full").data == "verified"
+
+
 def test_checkpoint_uploaded_by_hub_client_converts_exactly(
     server: BucketServer, tmp_path: Path
 ) -> None:
