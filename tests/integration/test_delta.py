@@ -712,6 +712,44 @@ def test_apply_to_refuses_missing_and_cast_tensors(
     require_equal({**live, "model.norm.weight": norm}, read(base))
 
 
+def test_apply_to_changes_tensors_that_share_memory_once(tmp_path: Path) -> None:
+    old = (torch.randn(300, 70) * 0.02).bfloat16()
+    new = trained({"a": old}, 1)["a"]
+    save_torch(tmp_path / "old.pt", {"a": old, "b": old.clone()})
+    save_torch(tmp_path / "new.pt", {"a": new, "b": new.clone()})
+    delta.make(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "both")
+    for check in ("changed", "all", "none"):
+        tied = old.clone()
+        delta.apply_to({"a": tied, "b": tied}, tmp_path / "both", check=check)
+        require_equal({"a": tied}, {"a": new})
+    save_torch(tmp_path / "one.pt", {"a": new, "b": old})
+    delta.make(tmp_path / "old.pt", tmp_path / "one.pt", tmp_path / "one")
+    for check in ("changed", "all", "none"):
+        tied = old.clone()
+        with pytest.raises(MappingError, match="share memory"):
+            delta.apply_to({"a": tied, "b": tied}, tmp_path / "one", check=check)
+        require_equal({"a": tied}, {"a": old})
+
+
+def test_apply_to_refuses_a_delta_that_ties_different_tensors(tmp_path: Path) -> None:
+    a, b = ((torch.randn(300, 70) * 0.02).bfloat16() for _ in range(2))
+    moved = trained({"a": a}, 1)["a"]
+    save_torch(tmp_path / "old.pt", {"a": a, "b": b})
+    for name, shared in (("tied", a), ("moved", moved)):
+        save_torch(tmp_path / f"{name}.pt", {"a": shared, "b": shared})
+        delta.make(tmp_path / "old.pt", tmp_path / f"{name}.pt", tmp_path / name)
+        live = {"a": a.clone(), "b": b.clone()}
+        with pytest.raises(MappingError, match="ties tensors"):
+            delta.apply_to(live, tmp_path / name, check="none")
+        require_equal(live, {"a": a, "b": b})
+    # Tensors that were equal before can be tied, whether or not they share memory in the engine.
+    save_torch(tmp_path / "equal.pt", {"a": a, "b": a.clone()})
+    delta.make(tmp_path / "equal.pt", tmp_path / "moved.pt", tmp_path / "equal")
+    live = {"a": a.clone(), "b": a.clone()}
+    delta.apply_to(live, tmp_path / "equal")
+    require_equal(live, {"a": moved, "b": moved})
+
+
 # ------------------------------------------------------------------------------------ program
 
 

@@ -61,30 +61,24 @@ def apply_to_tensors(
         delta.check_files()
     changed = {name: item for name, item in chain.tensors.items() if item.layers}
     live = _select_tensors(tensors, chain, changed, names)
-    # Tied tensors that share memory are changed once.
-    stored = {
-        name: item
-        for name, item in changed.items()
-        if item.record.alias_of not in live
-        or live[name].data_ptr() != live[item.record.alias_of].data_ptr()
-    }
+    distinct = _select_distinct(tensors, chain, live, names)
     if check == "all":
         _require_base(chain, _select_all(tensors, chain, names))
     elif check == "changed":
-        _require_base(chain, {name: live[name] for name in stored})
+        _require_base(chain, {name: live[name] for name in distinct})
     with ExitStack() as stack:
         roots: Mapping[TreePath, SourceFiles] = {
             delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
         }
         opened = [
             (name, [PayloadReader(delta, roots[delta.root], key) for delta, key in item.layers])
-            for name, item in stored.items()
+            for name, item in distinct.items()
         ]
         for name, readers in opened:
             _apply_payloads(live[name], readers, chain.block_bytes)
     if check != "none":
         wrong = [
-            name for name, item in stored.items() if _hash_tensor(live[name]) != item.record.sha256
+            name for name, item in distinct.items() if _hash_tensor(live[name]) != item.record.sha256
         ]
         if wrong:
             raise DamagedError(
@@ -129,6 +123,13 @@ def _select_tensors(
             why=quote_names([*added, *removed]),
             hint="apply it to a checkpoint, and load the result",
         )
+    if tied := [name for name, item in chain.tensors.items() if _is_newly_tied(name, item, chain)]:
+        raise MappingError(
+            "the delta ties tensors that differ in the base",
+            where=where,
+            why=quote_names(tied),
+            hint="apply it to a checkpoint, and load the result",
+        )
     missing = [name for name in changed if names.get(name, name) not in tensors]
     if missing:
         raise MappingError(
@@ -151,6 +152,51 @@ def _select_tensors(
                 hint="apply it to a checkpoint, and load the result",
             )
     return selected
+
+
+def _is_newly_tied(name: str, resolved: ResolvedTensor, chain: Chain) -> bool:
+    """Return whether a tensor becomes a copy of another one, from which it differs in the base."""
+    if resolved.base_name is None:
+        return False
+    return not chain.base[name].has_elements_of(chain.base[resolved.base_name])
+
+
+def _select_distinct(
+    tensors: Mapping[str, Tensor],
+    chain: Chain,
+    live: Mapping[str, Tensor],
+    names: Mapping[str, str],
+) -> dict[str, ResolvedTensor]:
+    """Return the changed tensors, but only the first of those that share memory.
+
+    An engine may tie tensors that the checkpoints store twice.
+
+    Raises:
+        MappingError: Tensors that share memory would differ in the result.
+    """
+    firsts: dict[tuple[object, ...], str] = {}
+    distinct: dict[str, ResolvedTensor] = {}
+    for name in dict.fromkeys([*live, *chain.tensors]):
+        tensor, resolved = tensors.get(names.get(name, name)), chain.tensors[name]
+        if tensor is None:
+            continue
+        first = firsts.setdefault(_get_memory_key(tensor), name) if tensor.numel() else name
+        if first == name:
+            if name in live:
+                distinct[name] = resolved
+        elif not resolved.record.has_elements_of(chain.tensors[first].record) and first in live:
+            raise MappingError(
+                "tensors that share memory differ in the result",
+                where=str(chain.deltas[0].root),
+                why=quote_names([first, name]),
+                hint="pass copies, or apply the delta to a checkpoint",
+            )
+    return distinct
+
+
+def _get_memory_key(tensor: Tensor) -> tuple[object, ...]:
+    """Return a key that is equal for tensors of the same elements in memory."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _require_base(chain: Chain, live: Mapping[str, Tensor]) -> None:
