@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_command
 from ckptctl.formats.base import OtherFolder
+from ckptctl.formats.sidecar_files import may_be_sidecar_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.schema import (
@@ -224,15 +225,19 @@ def _require_consistent(manifest: DeltaManifest, where: str) -> None:
             )
             if change.result.alias_of is not None:
                 original = manifest.tensors.get(change.result.alias_of, TensorChange()).result
-                if original is None or not original.has_elements_of(change.result):
+                if original is None or original.alias_of is not None:
+                    raise _damaged_error(
+                        f"`{name}` is tied to a tensor that is missing or tied itself", where
+                    )
+                if not original.has_elements_of(change.result):
                     raise _damaged_error(f"`{name}` differs from the tensor it is tied to", where)
         if expects_payload != (change.file is not None):
             raise _damaged_error(f"the records of `{name}` contradict each other", where)
         if change.file is not None and change.file not in manifest.files:
             raise _damaged_error(f"the payload file of `{name}` has no record", where)
     for path in manifest.files:
-        parts = path.split("/")
-        is_asset = len(parts) > 1 and parts[0] == ASSETS_FOLDER and not {"", ".", ".."} & {*parts}
+        folder, _, name = path.partition("/")
+        is_asset = folder == ASSETS_FOLDER and all(name.split("/")) and may_be_sidecar_file(name)
         if not (is_asset or PAYLOAD_NAMES.fullmatch(path)):
             raise _damaged_error(f"`{path[:80]}` is not the path of a file of a delta", where)
 

@@ -215,6 +215,18 @@ def find_file_kind(name: str) -> str | None:
     return None
 
 
+def may_be_sidecar_file(name: str) -> bool:
+    """Return whether the file *name* is neither hidden, nor weights, nor specific to weights.
+
+    *name* is the path of the file relative to the model folder.
+    """
+    return not (
+        any(part.startswith(".") for part in name.split("/"))
+        or name.endswith((*WEIGHT_SUFFIXES, *_INDEX_SUFFIXES))
+        or name in _WEIGHT_SPECIFIC_FILES - {*CONFIG_FILES}
+    )
+
+
 def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
     """Yield one note for each reason in *others*, with the files that are not copied for it.
 

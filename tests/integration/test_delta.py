@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ import pytest
 import torch
 import zstandard
 from safetensors import safe_open
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -40,7 +42,13 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.formats.delta import FileRecord, compute_digest, read_manifest
+from ckptctl.formats.delta import (
+    DeltaManifest,
+    FileRecord,
+    TensorChange,
+    compute_digest,
+    read_manifest,
+)
 from ckptctl.storage import zstd
 from ckptctl.storage.files import source_files
 from tests.checkpoints import differences, dtype_matrix, save_dcp, save_hf, save_torch, tiny_llama
@@ -488,6 +496,81 @@ def test_payload_that_matches_its_digest_but_not_the_result_is_damaged(
         delta.verify(made)
 
 
+def write_forged(folder: Path, manifest: DeltaManifest) -> None:
+    """Write a manifest after all of its digests are computed again."""
+    sides = [
+        [(key, record) for key, item in manifest.tensors.items() if (record := getattr(item, side))]
+        for side in ("base", "result")
+    ]
+    digests = [compute_digest(side) for side in sides]
+    forged = replace(manifest, base_sha256=digests[0], result_sha256=digests[1])
+    (folder / "ckptctl.delta.json").write_bytes(forged.encode())
+
+
+def test_ties_without_an_original_are_damaged(made: Path, base: Path, tmp_path: Path) -> None:
+    with source_files(made) as files:
+        manifest = read_manifest(files)
+    name = manifest.changed[0]
+    record = manifest.tensors[name].result
+    assert record
+    for ties in ({"x": "x"}, {"x": "y", "y": "x"}, {"x": "y", "y": name}, {"x": "missing"}):
+        added = {
+            key: TensorChange(result=replace(record, alias_of=value)) for key, value in ties.items()
+        }
+        write_forged(made, replace(manifest, tensors={**manifest.tensors, **added}))
+        for action in (
+            lambda: delta.verify(made),
+            lambda: delta.apply(base, made, tmp_path / "out"),
+        ):
+            with pytest.raises(DamagedError, match="tied"):
+                action()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.safetensors.index.json", "other.safetensors", "x/pytorch_model.bin"),
+        *(".git/config", "tokenizer/.hidden", "ckptctl.manifest.json", "a//b", "../x", ""),
+    ],
+)
+def test_assets_that_no_model_copies_are_damaged(made: Path, name: str) -> None:
+    with source_files(made) as files:
+        manifest = read_manifest(files)
+    write_forged(
+        made, replace(manifest, files={**manifest.files, f"assets/{name}": FileRecord(0, "0" * 64)})
+    )
+    with pytest.raises(DamagedError, match="not the path of a file of a delta"):
+        delta.verify(made)
+
+
+def test_block_that_is_larger_than_its_elements_is_damaged(
+    made: Path, base: Path, tmp_path: Path
+) -> None:
+    """Otherwise, a delta determines how much memory its reader needs."""
+    with source_files(made) as files:
+        manifest = read_manifest(files)
+    path = made / "delta-00001.safetensors"
+    with safe_open(path, "np") as opened:
+        payloads = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    name = manifest.changed[0]
+    payload = payloads[name]
+    (size,) = struct.unpack_from("<I", payload, 1)
+    padding = (2 << 20) + 1
+    table = np.frombuffer(struct.pack("<BI", payload[0], size + padding), np.uint8)
+    payloads[name] = np.concatenate([table, payload[5:], np.zeros(padding, np.uint8)])
+    save_numpy(payloads, path)
+    content = path.read_bytes()
+    record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    write_forged(made, replace(manifest, files={**manifest.files, path.name: record}))
+    for action in (
+        lambda: delta.apply(base, made, tmp_path / "out"),
+        lambda: delta.apply_to(read(base), made, check="none"),
+    ):
+        with pytest.raises(DamagedError) as damaged:
+            action()
+        assert "for a block of 1,048,576" in str(damaged.value.why)
+
+
 def test_blocks_that_do_not_decode_are_damaged_not_a_crash(
     made: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -616,9 +699,11 @@ def test_overwrite_only_replaces_a_delta(made: Path, base: Path, tmp_path: Path)
         delta.make(base, tmp_path / "new", made)
     delta.make(base, base, made, overwrite=True)
     assert delta.verify(made).changed == 0
-    for wrong in (base, tmp_path / "new"):
+    (made / "delta-notes.txt").write_text("mine")
+    for wrong in (base, tmp_path / "new", made):
         with pytest.raises(RefusedError):
             delta.make(base, tmp_path / "new", wrong, overwrite=True)
+    assert (made / "delta-notes.txt").read_text() == "mine"
     with pytest.raises(RefusedError):
         delta.make(base, tmp_path / "new", base / "inside")
 

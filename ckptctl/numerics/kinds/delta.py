@@ -45,6 +45,8 @@ MAX_GAP = 255
 MAX_SPARSE_DENSITY = 0.75
 MIN_DENSE_DENSITY = 0.3
 """Between these shares of changed elements, a block is encoded both ways."""
+MAX_STORED_SIZE_FACTOR = 2
+"""Largest accepted stored size of a block, relative to the size of blocks. It bounds memory."""
 _ENTRY = struct.Struct("<BI")
 _SPARSE_HEAD = struct.Struct("<III")
 _LEVEL = 1
@@ -96,11 +98,11 @@ def encode_table(blocks: list[tuple[BlockKind, int]]) -> bytes:
     return b"".join(_ENTRY.pack(kind, nbytes) for kind, nbytes in blocks)
 
 
-def decode_table(table: bytes, payload_bytes: int) -> list[BlockEntry]:
+def decode_table(table: bytes, payload_bytes: int, block_bytes: int) -> list[BlockEntry]:
     """Decode the table of a payload, and check that its blocks fill the payload exactly.
 
     Raises:
-        BlockError: They do not.
+        BlockError: They do not, or a block is much larger than its elements.
     """
     entries: list[BlockEntry] = []
     offset = len(table)
@@ -110,6 +112,8 @@ def decode_table(table: bytes, payload_bytes: int) -> list[BlockEntry]:
         kind = BlockKind(number)
         if kind is BlockKind.SAME and nbytes:
             raise BlockError("an unchanged block has content")
+        if nbytes > MAX_STORED_SIZE_FACTOR * block_bytes:
+            raise BlockError(f"{pluralize(nbytes, 'byte')} for a block of {block_bytes:,}")
         entries.append(BlockEntry(kind, offset, nbytes))
         offset += nbytes
     if offset != payload_bytes:
@@ -415,8 +419,8 @@ class _Payload:
         self._block_words, self._word = block_words, word
         self._total_words = out.arguments.nbytes // dtypes.get_itemsize(word)
         self._key = (str(self._files.root), self._entry.name, number)
-        block_bytes = block_words * dtypes.get_itemsize(word)
-        self._table_bytes = get_table_size(out.arguments.nbytes, block_bytes)
+        self._block_bytes = block_words * dtypes.get_itemsize(word)
+        self._table_bytes = get_table_size(out.arguments.nbytes, self._block_bytes)
 
     def apply(self, words: torch.Tensor, start: int) -> None:
         """Change *words*, which begin at the index *start* of the tensor."""
@@ -440,7 +444,7 @@ class _Payload:
             lambda: memoryview(self._files.read(self._file, self._start, self._table_bytes)),
         )
         try:
-            return decode_table(bytes(table), self._entry.nbytes)
+            return decode_table(bytes(table), self._entry.nbytes, self._block_bytes)
         except BlockError as error:
             raise damaged_payload_error(self._entry.name, self._files.root, error) from error
 

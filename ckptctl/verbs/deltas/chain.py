@@ -247,7 +247,8 @@ class PayloadReader:
         self._codec = BlockCodec.load(delta.manifest.codec, delta.root)
         size = get_table_size(self._nbytes, self._block_bytes)
         try:
-            self.entries = decode_table(files.read(self._file, self._start, size), extent.nbytes)
+            table = files.read(self._file, self._start, size)
+            self.entries = decode_table(table, extent.nbytes, self._block_bytes)
         except BlockError as error:
             raise damaged_payload_error(name, delta.root, error) from error
 

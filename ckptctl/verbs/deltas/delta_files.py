@@ -17,6 +17,7 @@ from ckptctl.formats.delta import (
     ASSETS_FOLDER,
     MANIFEST,
     PAYLOAD_FILE,
+    PAYLOAD_NAMES,
     DeltaManifest,
     FileRecord,
 )
@@ -38,7 +39,7 @@ def is_delta(path: TreePath) -> bool:
     if not path.is_dir() or not (path / MANIFEST).is_file():
         return False
     return all(
-        item.name in (MANIFEST, ASSETS_FOLDER) or item.name.startswith("delta-")
+        item.name in (MANIFEST, ASSETS_FOLDER) or PAYLOAD_NAMES.fullmatch(item.name)
         for item in path.iterdir()
     )
 

@@ -78,7 +78,9 @@ def apply_to_tensors(
             _apply_payloads(live[name], readers, chain.block_bytes)
     if check != "none":
         wrong = [
-            name for name, item in distinct.items() if _hash_tensor(live[name]) != item.record.sha256
+            name
+            for name, item in distinct.items()
+            if _hash_tensor(live[name]) != item.record.sha256
         ]
         if wrong:
             raise DamagedError(
