@@ -61,10 +61,42 @@ class CkptGroup(RawTextMixin, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or raise an error that suggests a similar one."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            if args[1:2] and args[1] in HELP and self._list_second_words(ctx, args[0]):
+                self._print_group_help(ctx, args[0])
+                raise typer.Exit
             from ckptctl.cli.usage import unknown_command_error
 
             raise unknown_command_error(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Offer commands, or after ``delta`` the second words of its commands."""
+        first = next(iter(get_typed_words()[-1:]), "")
+        if not self._list_second_words(ctx, first):
+            return super().shell_complete(ctx, incomplete)
+        items = super().shell_complete(ctx, f"{first} {incomplete}")
+        for item in items:
+            item.value = item.value.removeprefix(f"{first} ")
+        return items
+
+    def _list_second_words(self, ctx: Any, first: str) -> list[str]:
+        """Return the second words of the commands whose first word is *first*."""
+        names = (name.partition(" ") for name in self.list_commands(ctx))
+        return [second for word, _, second in names if second and word == first]
+
+    def _print_group_help(self, ctx: Any, first: str) -> None:
+        """Print the commands whose first word is *first*."""
+        formatter = ctx.make_formatter()
+        formatter.write_usage(f"{ctx.command_path} {first}", "COMMAND ...")
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, self.get_command(ctx, name).get_short_help_str(80))
+                    for second in self._list_second_words(ctx, first)
+                    if (name := f"{first} {second}")
+                ]
+            )
+        typer.echo(formatter.getvalue(), nl=False)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and raise if its output could not be written."""

@@ -864,6 +864,12 @@ def test_command_line_makes_verifies_squashes_and_applies(tmp_path: Path, base: 
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     wrong = CliRunner().invoke(app, ["delta"], prog_name="ckptctl")
     assert wrong.exit_code == 2 and "make, apply, verify, squash" in wrong.output
+    for words in (("delta", "--help"), ("delta", "-h"), ("help", "delta")):
+        lines = run(*words).splitlines()
+        assert lines[0] == "Usage: ckptctl delta COMMAND ..."
+        assert [line.split()[1] for line in lines if line.startswith("  delta ")] == [
+            *("make", "apply", "verify", "squash")
+        ]
 
 
 # ------------------------------------------------------- updates as slime and SGLang publish them

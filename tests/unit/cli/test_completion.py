@@ -88,6 +88,28 @@ def test_bash_completion_offers_names(folder: Path, words: str, offered: list[st
     assert (done.stdout.split(), done.stderr) == (offered, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["delta", ""], ["make", "apply", "verify", "squash"]),
+        (["delta", "m"], ["make"]),
+        (["delta", "make", "--comp"], ["--compression"]),
+    ],
+)
+def test_bash_completion_offers_second_words_of_commands(
+    folder: Path, words: list[str], offered: list[str]
+) -> None:
+    done = subprocess.run(
+        ["bash", "-c", BASH, "bash", "script.bash", "ckptctl", *words],
+        cwd=folder,
+        env=shell_environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout.split(), done.stderr) == (offered, "")
+
+
 def test_fish_completion_offers_tensor_names(folder: Path) -> None:
     if not shutil.which("fish"):
         pytest.skip("there is no fish")
