@@ -920,6 +920,8 @@ def test_weight_version_is_what_sglang_pulls(tmp_path: Path, base: Path) -> None
         delta.make(tmp_path / "new", out, tmp_path / "wrong")
     with pytest.raises(MappingError, match="requires the same tensors"):
         delta.make(base, tmp_path / "new", tmp_path / "v2", weight_version=2, dtype="fp32")
+    with pytest.raises(UsageError, match="does not apply to a weight update"):
+        delta.make(base, out, tmp_path / "wrong", dtype="fp32")
     file = next(out.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-20] ^= 4
@@ -927,3 +929,17 @@ def test_weight_version_is_what_sglang_pulls(tmp_path: Path, base: Path) -> None
     with pytest.raises(CkptError):
         delta.make(base, out, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_weight_version_of_a_tied_tensor_is_refused(tmp_path: Path) -> None:
+    """Its change would also change the other tensor, which the update does not state."""
+    old = torch.randn(300, 7)
+    save_torch(tmp_path / "untied.pt", {"a": old, "b": old.clone()})
+    save_torch(tmp_path / "new.pt", {"a": old, "b": old + 1})
+    save_torch(tmp_path / "tied.pt", {"a": old, "b": old})
+    out = tmp_path / "weight_v000001"
+    assert delta.make(
+        tmp_path / "untied.pt", tmp_path / "new.pt", out, weight_version=1
+    ).changed == ("b",)
+    with pytest.raises(MappingError, match="tied in the base"):
+        delta.make(tmp_path / "tied.pt", out, tmp_path / "delta")

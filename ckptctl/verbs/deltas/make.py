@@ -121,6 +121,13 @@ class DeltaMaker:
         """
         base_path, new_path = self.sources
         if is_published(new_path):
+            if self._options.dtype is not None:
+                raise UsageError(
+                    f"{format_option('--dtype')} does not apply to a weight update",
+                    where=str(new_path),
+                    why="an update has the dtypes of its base",
+                    hint="apply the delta with this option",
+                )
             self._published = open_published(new_path)
             base = open_canonical(
                 base_path, self._options.to_conversion_options(base_path, is_new=False)
@@ -156,6 +163,13 @@ class DeltaMaker:
                     "the update changes tensors that the base has not",
                     where=f"{self.sources[0]} and {self.sources[1]}",
                     why=quote_names(unknown),
+                )
+            stored = {*select_stored(base.catalog.tensors)}
+            if tied := [name for name in self._published.spans if name not in stored]:
+                raise MappingError(
+                    "the update changes tensors that are tied in the base",
+                    where=f"{self.sources[0]} and {self.sources[1]}",
+                    why=quote_names(tied),
                 )
         if self._options.weight_version is not None:
             _require_same_shapes(base, new)

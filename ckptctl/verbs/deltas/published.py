@@ -34,7 +34,6 @@ from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload
 INDEX = f"model{INDEX_SUFFIX}"
 LEVEL = 1
 SUPPORTED = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
-MAX_VERSION = 999_999
 
 
 def is_published(path: TreePath) -> bool:
