@@ -30,6 +30,7 @@ BENCHMARKS = (
     "convert --size 5MB --runs 1 --only consolidate-hf-rank-shards-files --peers --no-startup",
     "cores --size 10MB --runs 1 --only hf-hf9 --threads 2,default --json DIR/out.json",
     "cores --size 10MB --runs 1 --only lora-merge --threads 1 --crc zlib --where DIR",
+    "deltas --only speed --speed-bytes 5MB --runs 1 --where DIR --json DIR/out.json",
     "gpu",
     "gpu --size 10MB --runs 1 --device cpu --threads 2 --peers --disk DIR --json DIR/out.json",
     "indexes --runs 1 --ranks 4 --tensors 20 --boxes 16 --model 8B --saved-on 64 --where DIR"

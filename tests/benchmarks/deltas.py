@@ -5,13 +5,14 @@
     python -m tests.benchmarks.deltas                       # 42M parameters, 3 rounds
     python -m tests.benchmarks.deltas --model medium        # 7M parameters
     python -m tests.benchmarks.deltas --model small --xdelta3 /opt/xdelta3
+    python -m tests.benchmarks.deltas --only speed          # does not need transformers
 
 A Llama of random weights is trained by AdamW on random tokens: real optimizer steps on float32
 weights, which are saved as bfloat16. ``xor + zstd`` is
 the payload of the layout that slime, miles and SGLang share: the XOR of each changed tensor,
 compressed by zstd at level 1. ``read`` hashes both files with SHA-256 in one process. CPU is user
 and system time of whole processes, which take turns; ``zstd`` and ``xdelta3`` start faster than
-Python imports torch, so ``imports`` is measured, too. Needs transformers.
+Python imports torch, so ``imports`` is measured, too. The training needs transformers.
 """
 
 from __future__ import annotations
@@ -144,6 +145,12 @@ class Deltas:
         self._options, self._scratch = options, scratch
 
     def measure_all(self) -> None:
+        if self._options.only != "speed":
+            self._measure_training()
+        if self._options.only != "training":
+            self._measure_speed()
+
+    def _measure_training(self) -> None:
         for rate in RATES:
             folder = self._scratch / rate
             shape = map(str, SIZES[self._options.model])
@@ -154,7 +161,6 @@ class Deltas:
                 self.rows.append(row)
             shutil.rmtree(folder)
         self._print()
-        self._measure_speed()
 
     def _measure_speed(self) -> None:
         """Print CPU seconds per GB of a checkpoint of one process, without its imports."""
@@ -163,6 +169,7 @@ class Deltas:
         result, nbytes = folder / "result.json", str(self._options.speed_bytes)
         run([PYTHON, "-c", SPEED, str(folder), nbytes, str(self._options.runs), str(result)])
         cpu = json.loads(result.read_text())
+        self.rows.append(Row("seconds per GB, one thread", cpu=cpu))
         print("\nCPU seconds per GB, one thread, without imports\n")
         print(table([*cpu], [[f"{statistics.median(values):.2f}" for values in cpu.values()]]))
 
@@ -250,6 +257,7 @@ class Deltas:
 def main() -> int:
     parser = parser_of("deltas", __doc__, runs=3)
     parser.add_argument("--model", choices=SIZES, default="full", help="size of the model")
+    parser.add_argument("--only", choices=("training", "speed"), help="part to measure")
     parser.add_argument("--xdelta3", default=shutil.which("xdelta3"), help="path of xdelta3")
     parser.add_argument(
         "--speed-bytes", type=parse_bytes, default="200MB", help="bytes for the speed of threads"
