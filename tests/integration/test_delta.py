@@ -783,6 +783,26 @@ def test_apply_to_maps_names_and_strided_views(
     assert raw_bytes(fused) == b"".join(raw_bytes(states[2][name]) for name in parts)
 
 
+def test_apply_to_changes_tensors_of_several_blocks(tmp_path: Path) -> None:
+    old = {
+        "bfloat16": (torch.randn(1_300, 1_000) * 0.02).bfloat16(),
+        "complex128": torch.randn(150_000, dtype=torch.complex128),
+        "transposed": torch.randn(700, 900),
+    }
+    new = {
+        name: flip_bits(tensor, share)
+        for (name, tensor), share in zip(old.items(), (0.001, 0.9, 0.05), strict=True)
+    }
+    save_torch(tmp_path / "old.pt", old)
+    save_torch(tmp_path / "new.pt", new)
+    delta.make(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "delta")
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    live["transposed"] = old["transposed"].t().contiguous().t()
+    assert not live["transposed"].is_contiguous()
+    delta.apply_to(live, tmp_path / "delta", check="none")
+    require_equal(live, new)
+
+
 def test_apply_to_refuses_missing_and_cast_tensors(
     chain: tuple[Path, list[Path], list[State]],
 ) -> None:
