@@ -28,6 +28,8 @@ import zstandard
 from safetensors import safe_open
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import ckptctl
@@ -834,6 +836,25 @@ def test_apply_to_changes_tensors_that_share_memory_once(tmp_path: Path) -> None
         with pytest.raises(MappingError, match="share memory"):
             delta.apply_to({"a": tied, "b": tied}, tmp_path / "one", check=check)
         require_equal({"a": tied}, {"a": old})
+
+
+def test_apply_to_refuses_distributed_and_meta_tensors(
+    chain: tuple[Path, list[Path], list[State]],
+) -> None:
+    base, deltas, _ = chain
+    live = read(base)
+    name = delta.apply_to(read(base), deltas[0])[0]
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for tensor in (distribute_tensor(live[name], mesh, [Shard(0)]), live[name].to("meta")):
+            with pytest.raises(MappingError, match=r"is a DTensor|has no data"):
+                delta.apply_to({**live, name: tensor}, deltas[0], check="none")
+    finally:
+        torch.distributed.destroy_process_group()
+    require_equal(live, read(base))
 
 
 def test_apply_to_refuses_a_delta_that_ties_different_tensors(tmp_path: Path) -> None:

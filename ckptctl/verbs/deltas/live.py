@@ -143,6 +143,12 @@ def _select_tensors(
         )
     selected = {name: tensors[names.get(name, name)] for name in changed}
     for name, tensor in selected.items():
+        if tensor.is_meta or hasattr(tensor, "to_local"):
+            raise MappingError(
+                f"`{name}` has no data" if tensor.is_meta else f"`{name}` is a DTensor",
+                where=where,
+                hint="pass complete tensors, or apply the delta to a checkpoint",
+            )
         record = changed[name].record
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         if (dtype, shape) != (record.dtype, record.shape):
@@ -182,7 +188,7 @@ def _select_distinct(
         tensor, resolved = tensors.get(names.get(name, name)), chain.tensors[name]
         if tensor is None:
             continue
-        first = firsts.setdefault(_get_memory_key(tensor), name) if tensor.numel() else name
+        first = firsts.setdefault(_get_memory_key(tensor), name) if tensor.data_ptr() else name
         if first == name:
             if name in live:
                 distinct[name] = resolved
