@@ -108,7 +108,7 @@ def plan_apply(
     return DeltaApplyPlan(
         conversion=plan,
         deltas=tuple(str(delta.root) for delta in chain.deltas),
-        changed=sum(1 for item in chain.tensors.values() if item.layers),
+        changed=sum(1 for item in chain.tensors.values() if item.patches),
         base_sha256=chain.deltas[0].manifest.base_sha256,
         result_sha256=chain.result_sha256,
         chain=chain,
@@ -186,13 +186,13 @@ class DeltaStep:
         self, name: str, resolved: ResolvedTensor, computed: dict[str, ComputedTensor]
     ) -> TensorEntry:
         catalog = self._base.catalog
-        if not resolved.layers:
+        if not resolved.patches:
             entry = catalog.tensors[resolved.base_name or name]
             return replace(entry, name=name, path=(name,), alias_of=None)
         record = resolved.record
         inputs = [] if resolved.base_name is None else [catalog.tensors[resolved.base_name]]
         file = build_computed_name(f"{name}@delta")
-        manifests = [delta.manifest for delta, _ in resolved.layers]
+        manifests = [delta.manifest for delta, _ in resolved.patches]
         computed[file] = ComputedTensor(
             "delta",
             record.dtype,
@@ -201,7 +201,7 @@ class DeltaStep:
                 *(ComputeInput(catalog.root, entry) for entry in inputs),
                 *(
                     ComputeInput(delta.root, delta.payloads[payload])
-                    for delta, payload in resolved.layers
+                    for delta, payload in resolved.patches
                 ),
             ),
             DeltaArguments(

@@ -143,12 +143,12 @@ class ResolvedTensor:
     Attributes:
         record: The tensor in the result.
         base_name: Name of the tensor of the base whose elements it depends on, or None.
-        layers: Deltas that change it, in order, each with the name of the payload.
+        patches: Deltas that change it, in order, each with the name of the payload.
     """
 
     record: TensorRecord
     base_name: str | None
-    layers: tuple[tuple[Delta, str], ...] = ()
+    patches: tuple[tuple[Delta, str], ...] = ()
 
 
 class Chain:
@@ -226,8 +226,8 @@ def _resolve(before: Mapping[str, ResolvedTensor], delta: Delta) -> dict[str, Re
         elif change.is_replaced or previous is None:
             tensors[name] = ResolvedTensor(change.result, None, ((delta, name),))
         else:
-            layers = (*previous.layers, (delta, name))
-            tensors[name] = ResolvedTensor(change.result, previous.base_name, layers)
+            patches = (*previous.patches, (delta, name))
+            tensors[name] = ResolvedTensor(change.result, previous.base_name, patches)
     for name, record in tied:
         tensors[name] = replace(tensors[record.alias_of or ""], record=record)
     return {name: tensors[name] for name in delta.manifest.tensors if name in tensors}
@@ -275,7 +275,7 @@ class PayloadReader:
             raise damaged_payload_error(self._name, self._root, error) from error
 
 
-def iterate_changed_blocks(
+def iterate_result_blocks(
     resolved: ResolvedTensor,
     base_blocks: Iterable[bytearray] | None,
     open_root: Callable[[TreePath], SourceFiles],
@@ -283,13 +283,14 @@ def iterate_changed_blocks(
     """Yield the blocks of a tensor of the result.
 
     Args:
-        resolved: The tensor, which has layers.
+        resolved: The tensor, which has patches.
         base_blocks: Blocks of the tensor in the base, which are changed in place, or None if the
             tensor does not depend on them.
         open_root: Returns the files of a delta.
     """
-    readers = [PayloadReader(delta, open_root(delta.root), name) for delta, name in resolved.layers]
-    block_bytes = resolved.layers[0][0].manifest.block_bytes
+    patches = resolved.patches
+    readers = [PayloadReader(delta, open_root(delta.root), name) for delta, name in patches]
+    block_bytes = patches[0][0].manifest.block_bytes
     nbytes = resolved.record.nbytes
     blocks = base_blocks or (
         bytearray(min(block_bytes, nbytes - start)) for start in range(0, nbytes, block_bytes)
@@ -303,7 +304,7 @@ def iterate_changed_blocks(
             ):
                 raise DamagedError(
                     "the payload of a new tensor refers to the base",
-                    where=f"{resolved.layers[0][0].root}, tensor `{resolved.layers[0][1]}`",
+                    where=f"{patches[0][0].root}, tensor `{patches[0][1]}`",
                     hint=COPY_HINT,
                 )
             reader.apply_block(number, block)

@@ -23,11 +23,11 @@ from ckptctl.verbs.deltas.canonical import (
     map_in_threads,
     select_stored,
 )
-from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, iterate_changed_blocks
+from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, iterate_result_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class _Hashed:
+class _Digests:
     """Digests of one name in base and result, or None where there is nothing to read."""
 
     base: str | None = None
@@ -54,7 +54,7 @@ def check_chain(
     changed = {
         name: resolved
         for name, resolved in chain.tensors.items()
-        if resolved.layers and resolved.record.alias_of is None
+        if resolved.patches and resolved.record.alias_of is None
     }
     with ExitStack() as stack:
         reader = stack.enter_context(open_catalog_reader(base.catalog))
@@ -62,7 +62,7 @@ def check_chain(
             delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
         }
 
-        def hash_name(name: str) -> _Hashed:
+        def hash_name(name: str) -> _Digests:
             resolved, entry = changed.get(name), tensors.get(name)
             digests, nbytes = (hashlib.sha256(), hashlib.sha256()), 0
             is_changed_here = (
@@ -81,22 +81,22 @@ def check_chain(
                     base_entry = tensors.get(resolved.base_name)
                     if not is_like_record(base_entry, resolved.record):
                         # Another base, which is refused below.
-                        return _Hashed(digests[0].hexdigest() if name in stored else None)
+                        return _Digests(digests[0].hexdigest() if name in stored else None)
                     assert base_entry is not None
                     blocks = iterate_blocks(reader, base_entry, chain.block_bytes)
                     if is_changed_here:
                         blocks = _hash_blocks(blocks, digests[0])
-                for block in iterate_changed_blocks(resolved, blocks, roots.__getitem__):
+                for block in iterate_result_blocks(resolved, blocks, roots.__getitem__):
                     digests[1].update(block)
                     nbytes += len(block)
-            return _Hashed(
+            return _Digests(
                 digests[0].hexdigest() if name in stored else None,
                 digests[1].hexdigest() if resolved is not None else None,
                 nbytes,
             )
 
         names = list(dict.fromkeys([*stored, *changed]))
-        hashed: dict[str, _Hashed] = {}
+        hashed: dict[str, _Digests] = {}
         for name, found in map_in_threads(hash_name, names, jobs):
             hashed[name] = found
             progress(found.nbytes)

@@ -59,7 +59,7 @@ def apply_to_tensors(
     chain = Chain([open_delta(path) for path in deltas])
     for delta in chain.deltas:
         delta.check_files()
-    changed = {name: item for name, item in chain.tensors.items() if item.layers}
+    changed = {name: item for name, item in chain.tensors.items() if item.patches}
     live = _select_tensors(tensors, chain, changed, names)
     distinct = _select_distinct(tensors, chain, live, names)
     if check == "all":
@@ -71,7 +71,7 @@ def apply_to_tensors(
             delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
         }
         opened = [
-            (name, [PayloadReader(delta, roots[delta.root], key) for delta, key in item.layers])
+            (name, [PayloadReader(delta, roots[delta.root], key) for delta, key in item.patches])
             for name, item in distinct.items()
         ]
         for name, readers in opened:

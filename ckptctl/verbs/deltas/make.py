@@ -47,8 +47,8 @@ from ckptctl.verbs.deltas.published import (
     PublishedWeights,
     PublishedWriter,
     XorPayload,
-    is_published,
-    open_published,
+    is_weight_update,
+    open_weight_update,
 )
 
 REPLACEABLE_DELTA = Replaceable(is_delta, "a delta")
@@ -75,7 +75,7 @@ def resolve_delta_destination(
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _Comparison:
     """Digests, payload and losses of one tensor.
 
     Attributes:
@@ -120,7 +120,7 @@ class DeltaMaker:
         A trainer may save weights without a configuration.
         """
         base_path, new_path = self.sources
-        if is_published(new_path):
+        if is_weight_update(new_path):
             if self._options.dtype is not None:
                 raise UsageError(
                     f"{format_option('--dtype')} does not apply to a weight update",
@@ -128,7 +128,7 @@ class DeltaMaker:
                     why="an update has the dtypes of its base",
                     hint="apply the delta with this option",
                 )
-            self._published = open_published(new_path)
+            self._published = open_weight_update(new_path)
             base = open_canonical(
                 base_path, self._options.to_conversion_options(base_path, is_new=False)
             )
@@ -222,7 +222,7 @@ class DeltaMaker:
             published = stack.enter_context(source_files(self.sources[1]))
             stack.callback(writer.close)
 
-            def compare(name: str) -> _Compared:
+            def compare(name: str) -> _Comparison:
                 return self._compare(name, readers, published, stage.data, codec, stack)
 
             selected = [name for name in names if name in stored]
@@ -275,7 +275,7 @@ class DeltaMaker:
         folder: Path,
         codec: BlockCodec,
         stack: ExitStack,
-    ) -> _Compared:
+    ) -> _Comparison:
         """Read a tensor of both checkpoints, and encode its difference unless it is tied."""
         base, new = self._base.catalog.tensors.get(name), _find_stored(self._new, name)
         dtype = self._new.dtypes[name] if new else ""
@@ -324,7 +324,7 @@ class DeltaMaker:
         ):
             payload.close()
             payload = None
-        return _Compared(base_record, new_record, payload, loss, nbytes)
+        return _Comparison(base_record, new_record, payload, loss, nbytes)
 
     def _add_tied(self, changes: dict[str, TensorChange], names: list[str]) -> None:
         """Add the records of tensors that share the memory of another tensor, in order."""

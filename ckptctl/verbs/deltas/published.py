@@ -36,7 +36,7 @@ LEVEL = 1
 SUPPORTED = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
 
 
-def is_published(path: TreePath) -> bool:
+def is_weight_update(path: TreePath) -> bool:
     """Return whether *path* is a published update of weights."""
     if not path.is_dir() or not (path / INDEX).is_file():
         return False
@@ -111,7 +111,7 @@ class PublishedWeights:
             )
 
 
-def open_published(path: TreePath) -> PublishedWeights:
+def open_weight_update(path: TreePath) -> PublishedWeights:
     """Open the update in the folder *path*.
 
     Raises:

@@ -31,7 +31,7 @@ from ckptctl.verbs.deltas.chain import (
     Chain,
     PayloadReader,
     ResolvedTensor,
-    iterate_changed_blocks,
+    iterate_result_blocks,
     open_delta,
 )
 from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload
@@ -114,8 +114,8 @@ class DeltaSquash:
             for name, payload in map_in_threads(compose, names, self._options.jobs):
                 file = writer.add_payload(name, payload.iterate_content())
                 changes[name] = TensorChange(changes[name].base, changes[name].result, file)
-                layers = self.chain.tensors[name].layers
-                progress(sum(delta.payloads[key].nbytes for delta, key in layers))
+                patches = self.chain.tensors[name].patches
+                progress(sum(delta.payloads[key].nbytes for delta, key in patches))
             writer.finish_payloads()
             for name, content in self._read_assets(roots).items():
                 writer.add_asset(name, content)
@@ -144,7 +144,7 @@ class DeltaSquash:
         payload = Payload(folder, stack)
         word = get_word_dtype(resolved.record.dtype)
         if resolved.base_name is None:
-            for block in iterate_changed_blocks(resolved, None, roots.__getitem__):
+            for block in iterate_result_blocks(resolved, None, roots.__getitem__):
                 payload.add(*codec.encode_new(block, word))
             return payload
         for kind, content in _add_changes(resolved, roots, codec, word):
@@ -175,7 +175,7 @@ def _add_changes(
     word: str,
 ) -> Iterator[tuple[BlockKind, bytes]]:
     """Yield the encoded sum of the changes of each block."""
-    readers = [PayloadReader(delta, roots[delta.root], name) for delta, name in resolved.layers]
+    readers = [PayloadReader(delta, roots[delta.root], name) for delta, name in resolved.patches]
     for number in range(len(readers[0].entries)):
         total, is_new = None, False
         for reader in readers:
