@@ -96,10 +96,10 @@ def find_zstd() -> ModuleType | None:
     return None
 
 
-def import_zstd(where: str | os.PathLike[str] | None) -> ModuleType:
+def import_zstd(where: str | os.PathLike[str] | None, *, writes: bool = False) -> ModuleType:
     """Import the preferred installed module that can decompress Zstandard data.
 
-    *where* is the checkpoint to show in the error.
+    *where* is the checkpoint to show in the error, and *writes* states whether it is written.
 
     Raises:
         MissingPackageError: No such module is installed.
@@ -107,9 +107,10 @@ def import_zstd(where: str | os.PathLike[str] | None) -> ModuleType:
     if module := find_zstd():
         return module
     raise MissingPackageError(
-        "reading this checkpoint requires `zstandard`, which is not installed",
+        f"{'writing' if writes else 'reading'} this checkpoint requires `zstandard`, which is not "
+        "installed",
         where=where,
-        why="it was written with Zstandard compression",
+        why=f"it {'is' if writes else 'was'} written with Zstandard compression",
         hint="install it with `pip install zstandard`, or use Python 3.14",
     )
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from typer.testing import CliRunner
 
 import ckptctl
@@ -53,6 +54,7 @@ from ckptctl.formats.delta import (
 )
 from ckptctl.storage import zstd
 from ckptctl.storage.files import source_files
+from ckptctl.verbs.deltas.live import Check
 from tests.checkpoints import differences, dtype_matrix, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.deltas import apply_delta
 from tests.checkpoints.readers import raw_bytes
@@ -727,10 +729,13 @@ def test_deflate_is_used_without_zstandard_and_reading_zstd_is_an_error(
     assert delta.make(base, tmp_path / "new", tmp_path / "other").compression == "deflate"
     delta.apply(base, tmp_path / "other", tmp_path / "out")
     require_equal(read(tmp_path / "out"), read(tmp_path / "new"))
-    with pytest.raises(MissingPackageError, match="zstandard"):
+    with pytest.raises(MissingPackageError, match="reading this checkpoint requires `zstandard`"):
         delta.apply(base, made, tmp_path / "out2")
-    with pytest.raises(MissingPackageError, match="zstandard"):
-        delta.make(base, tmp_path / "new", tmp_path / "third", compression="zstd")
+    choices: list[dict[str, Any]] = [{"compression": "zstd"}, {"weight_version": 1}]
+    for options in choices:
+        with pytest.raises(MissingPackageError, match="writing this checkpoint requires `zstand"):
+            delta.make(base, tmp_path / "new", tmp_path / "third", **options)
+    assert not (tmp_path / "third").exists()
 
 
 # ------------------------------------------------------------------------------ live tensors
@@ -825,13 +830,13 @@ def test_apply_to_changes_tensors_that_share_memory_once(tmp_path: Path) -> None
     save_torch(tmp_path / "old.pt", {"a": old, "b": old.clone()})
     save_torch(tmp_path / "new.pt", {"a": new, "b": new.clone()})
     delta.make(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "both")
-    for check in ("changed", "all", "none"):
+    for check in get_args(Check):
         tied = old.clone()
         delta.apply_to({"a": tied, "b": tied}, tmp_path / "both", check=check)
         require_equal({"a": tied}, {"a": new})
     save_torch(tmp_path / "one.pt", {"a": new, "b": old})
     delta.make(tmp_path / "old.pt", tmp_path / "one.pt", tmp_path / "one")
-    for check in ("changed", "all", "none"):
+    for check in get_args(Check):
         tied = old.clone()
         with pytest.raises(MappingError, match="share memory"):
             delta.apply_to({"a": tied, "b": tied}, tmp_path / "one", check=check)
@@ -844,9 +849,7 @@ def test_apply_to_refuses_distributed_and_meta_tensors(
     base, deltas, _ = chain
     live = read(base)
     name = delta.apply_to(read(base), deltas[0])[0]
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for tensor in (distribute_tensor(live[name], mesh, [Shard(0)]), live[name].to("meta")):

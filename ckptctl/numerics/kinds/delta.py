@@ -148,9 +148,15 @@ class BlockCodec:
     module: ModuleType | None
 
     @classmethod
-    def load(cls, name: str, where: str | os.PathLike[str] = "the delta") -> BlockCodec:
-        """Load the codec *name*, or raise `MissingPackageError` that names *where*."""
-        return cls(name, import_zstd(where) if name == ZSTD else None)
+    def load(cls, name: str, where: str | os.PathLike[str] | None = None) -> BlockCodec:
+        """Load the codec *name* to read the delta at *where*, or to write a delta if it is None.
+
+        Raises:
+            MissingPackageError: No module for Zstandard is installed.
+        """
+        if name != ZSTD:
+            return cls(name, None)
+        return cls(name, import_zstd(where or "the delta", writes=where is None))
 
     # ------------------------------------------------------------------------------ encoding
 
