@@ -88,12 +88,13 @@ class CkptGroup(RawTextMixin, TyperGroup):
         """Print the commands whose first word is *first*."""
         formatter = ctx.make_formatter()
         formatter.write_usage(f"{ctx.command_path} {first}", "COMMAND ...")
+        names = [f"{first} {second}" for second in self._list_second_words(ctx, first)]
         with formatter.section("Commands"):
             formatter.write_dl(
                 [
-                    (name, self.get_command(ctx, name).get_short_help_str(80))
-                    for second in self._list_second_words(ctx, first)
-                    if (name := f"{first} {second}")
+                    (name, command.get_short_help_str(80))
+                    for name in names
+                    if (command := self.get_command(ctx, name))
                 ]
             )
         typer.echo(formatter.getvalue(), nl=False)
