@@ -9,7 +9,7 @@ from fractions import Fraction
 from ckptctl import dtypes, families
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.errors import MappingError, UsageError, format_option
+from ckptctl.errors import CkptError, MappingError, UsageError, format_option
 from ckptctl.fit.cache import (
     LayerCache,
     describe_layers,
@@ -27,7 +27,7 @@ from ckptctl.fit.sharding import (
     get_layer_sizes,
     is_layer_tensor,
 )
-from ckptctl.numerics.quantized import survey_leniently
+from ckptctl.numerics.quantized import read_quantization_config, survey_leniently
 from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.layouts import Family, Layout, LayoutTensor
@@ -97,7 +97,7 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
     layout = _find_layout(family, model)
     text = find_text_config(family, model.config) if family and model.config else model.config or {}
     context = _find_context(options, text, reasons)
-    kv_dtype = _find_cache_dtype(options, model.config or {}, text, reasons)
+    kv_dtype = _find_cache_dtype(options, stored, model.config or {}, text, reasons)
     uses: list[StageUse] = []
     division: _Weights | None = None
     caches: list[LayerCache | None] | None = None
@@ -323,20 +323,32 @@ def _find_model_dtype(config: Json, text: Json) -> str | None:
 
 
 def _find_cache_dtype(
-    options: FitOptions, config: Json, text: Json, reasons: list[str]
+    options: FitOptions, stored: Catalog, config: Json, text: Json, reasons: list[str]
 ) -> str | None:
     """Return the dtype of the cache, as vLLM chooses it.
 
-    It is fp8 if a ``kv_cache_scheme`` in config.json states 8-bit floats, else that of the model.
+    It is fp8 if the quantization config of the stored checkpoint states so, else that of the model.
     """
     if options.kv_dtype != "auto":
         return DTYPES[options.kv_dtype]
-    quantization = config.get("quantization_config")
-    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    try:
+        quantization = read_quantization_config(stored)
+    except CkptError as error:
+        reasons.append(f"dtype of the KV cache: {error.what}")
+        return None
+    settings = quantization.weight_settings
+    scheme = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
-        if scheme.get("num_bits") == 8 and scheme.get("type") == "float":
-            return FP8
-        reasons.append(f"unsupported `kv_cache_scheme`; pass {format_option('--kv-dtype')}")
+        is_fp8 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    else:
+        is_fp8 = scheme == "FP8"
+    if is_fp8:
+        return FP8
+    if scheme:
+        reasons.append(
+            f"unsupported dtype of the KV cache in {quantization.where}; pass "
+            f"{format_option('--kv-dtype')}"
+        )
         return None
     dtype = _find_model_dtype(config, text)
     if dtype is None:

@@ -24,14 +24,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 GIB = 1 << 30
 
 
-def write_headers(folder: Path, shapes: Shapes, config: Mapping[str, Any]) -> Path:
-    """Write a safetensors file of bf16 tensors whose data is a hole."""
+def write_headers(
+    folder: Path,
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    dtypes: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a safetensors file whose data is a hole, with bf16 tensors unless *dtypes* has them."""
     header, end = {}, 0
     for name, shape in shapes.items():
-        start, end = end, end + 2
+        dtype = (dtypes or {}).get(name, "BF16")
+        start, end = end, end + (2 if dtype == "BF16" else 1)
         for size in shape:
             end = start + (end - start) * size
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     folder.mkdir(exist_ok=True)
@@ -455,6 +461,56 @@ def test_cache_dtype_of_quantized_model_is_read(tmp_path: Path) -> None:
     config = {**LLAMA_CONFIG, "quantization_config": {"kv_cache_scheme": scheme}}
     path = write_headers(tmp_path / "llama", gqa(**LLAMA_8B), config)
     assert compute(path, "24GB").kv_dtype == "float8_e4m3fn"
+
+
+def write_fp8_llama(folder: Path, quantization: dict[str, Any] | None) -> Path:
+    """Write two layers whose linear weights are fp8 with a scale for each row."""
+    sizes_of_two = {**LLAMA_8B, "layers": 2}
+    shapes = gqa(**sizes_of_two)
+    dtypes = {name: "F8_E4M3" for name in shapes if name.endswith("_proj.weight")}
+    shapes |= {f"{name}_scale": (shapes[name][0], 1) for name in dtypes}
+    config = {**LLAMA_CONFIG, "num_hidden_layers": 2}
+    config |= {"quantization_config": quantization} if quantization else {}
+    return write_headers(folder, shapes, config, dtypes)
+
+
+FP8_WEIGHTS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        }
+    },
+}
+
+
+def test_cache_dtype_of_model_with_quantized_weights_is_read(tmp_path: Path) -> None:
+    """Model types describe dequantized tensors, whose config.json states no quantization."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    path = write_fp8_llama(tmp_path / "fp8", {**FP8_WEIGHTS, "kv_cache_scheme": scheme})
+    assert compute(path, "24GB").kv_dtype == "float8_e4m3fn"
+    assert compute(path, "24GB").token_bytes == 2 * 2 * 1024
+    path = write_fp8_llama(tmp_path / "plain", {**FP8_WEIGHTS, "kv_cache_scheme": None})
+    assert compute(path, "24GB").kv_dtype == "bfloat16"
+    scheme["type"] = "int"
+    path = write_fp8_llama(tmp_path / "int", {**FP8_WEIGHTS, "kv_cache_scheme": scheme})
+    fit = compute(path, "24GB")
+    assert fit.kv_dtype is None
+    assert any("unsupported dtype of the KV cache" in reason for reason in fit.unknown)
+
+
+@pytest.mark.parametrize(("algorithm", "dtype"), [("FP8", "float8_e4m3fn"), (None, "bfloat16")])
+def test_cache_dtype_of_modelopt_is_read(
+    tmp_path: Path, algorithm: str | None, dtype: str
+) -> None:
+    path = write_headers(tmp_path / "llama", gqa(**LLAMA_8B), LLAMA_CONFIG)
+    content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": algorithm}}
+    (path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert compute(path, "24GB").kv_dtype == dtype
 
 
 def test_gpus_are_parsed() -> None:
