@@ -8,7 +8,7 @@ weights are counted on every rank.
 Sources: vLLM 0.11 to 0.24, ``model_executor/layers/linear.py`` (``ColumnParallelLinear``,
 ``RowParallelLinear``, ``QKVParallelLinear``, which repeats key/value heads),
 ``vocab_parallel_embedding.py`` (which pads), ``fused_moe/layer.py`` (``determine_expert_map``),
-``distributed/utils.py`` (``get_pp_indices``).
+``models/gpt_oss.py`` (which pads blocks), ``distributed/utils.py`` (``get_pp_indices``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,19 @@ KEY_VALUE_HEADS, VOCABULARY, LAYERS = "k", "v", "i"
 SPLIT_AXES = (
     *(("h",), ("k", "q"), ("k",)),
     *(("lh",), ("lk",), ("mh",), ("mi",)),
-    *(("f",), ("m",), ("s",), ("v",)),
+    *(("f",), ("fb",), ("m",), ("em",), ("s",), ("v",)),
 )
 """Axes that tensor-parallel ranks split, in order of precedence.
 
-Heads of attention, of linear attention and of state space layers, feed-forward sizes, vocabulary.
+Heads of attention, of linear attention and of state space layers, feed-forward sizes, also in MXFP4
+(blocks of 32 elements, or bytes of 2), vocabulary.
 """
+EXPERT_SPLIT_AXES = (("vm",),)
+"""Axes that ranks also split in experts. In vision towers, which every rank has, they differ."""
+BLOCKS_BY_AXIS = {"f": "fb"}
+"""Axes of blocks in MXFP4, which ranks do not divide, by the axis that they divide."""
+PADDED_AXES = (VOCABULARY, "fb")
+"""Axes that are padded if their size is not divisible."""
 NOT_SIZES = ("n_shared_experts",)
 """Fields whose axis has another meaning than in most families."""
 REPLICATED_WORDS = ("router", "norm", "index")
@@ -137,6 +144,8 @@ def _compute_part_share(
     axes = find_split_axes(family, tensor, leaf)
     if not axes:
         return Fraction(1)
+    if len(axes) == 1 and (block := BLOCKS_BY_AXIS.get(axes[0])) in sizes.axes:
+        axes = (block,)
     whole = next((dim for dim, group in enumerate(leaf.dims) if group == axes), None)
     if whole is not None and leaf.part is None:
         count = entry.shape[whole]
@@ -157,18 +166,21 @@ def find_split_axes(family: Family, tensor: LogicalTensor, leaf: Leaf) -> tuple[
         return (tensor.split_axis,)
     unusual = {axis for axis, (field, _) in family.sizes.items() if field.endswith(NOT_SIZES)}
     present = set(leaf.axes) - unusual
-    return next((axes for axes in SPLIT_AXES if present.issuperset(axes)), ())
+    candidates: tuple[tuple[str, ...], ...] = SPLIT_AXES
+    if not family.expert_axes.isdisjoint(leaf.axes):
+        candidates = (*SPLIT_AXES, *EXPERT_SPLIT_AXES)
+    return next((axes for axes in candidates if present.issuperset(axes)), ())
 
 
 def compute_axis_share(family: Family, axes: tuple[str, ...], count: int, ranks: int) -> Fraction:
     """Compute the share of *count* entries along *axes* that the fullest rank has.
 
-    Key/value heads are repeated if ranks outnumber them, and the vocabulary is padded.
+    Key/value heads are repeated if ranks outnumber them. Vocabularies and blocks are padded.
 
     Raises:
         MappingError: *count* is not divisible.
     """
-    if axes == (VOCABULARY,):
+    if axes[0] in PADDED_AXES:
         return Fraction(math.ceil(count / ranks), count)
     if axes == (KEY_VALUE_HEADS,) and count < ranks and ranks % count == 0:
         return Fraction(1, count)

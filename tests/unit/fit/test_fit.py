@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import ckptctl
+from ckptctl import families
 from ckptctl.errors import UsageError
+from ckptctl.fit.sharding import find_split_axes
 from ckptctl.verbs.inspection.inspect_options import Gpus, check_tokens, parse_gpus
 from ckptctl.verbs.inspection.inspect_result import Fit
 
@@ -437,6 +439,57 @@ def test_expert_parallel_size_distributes_experts(tmp_path: Path) -> None:
     assert lone.stages[0].weights == lone.weights - experts * 3 // 4
 
 
+def test_blocks_of_gpt_oss_are_divided_and_padded(tmp_path: Path) -> None:
+    """vLLM's ``models/gpt_oss.py`` gives each rank ``cdiv(90, 8)`` blocks of 32 elements."""
+    d, experts, layers = 2880, 128, 2
+    shapes: dict[str, Any] = {"model.embed_tokens.weight": (201088, d)}
+    for n in range(layers):
+        attention, moe = f"model.layers.{n}.self_attn.", f"model.layers.{n}.mlp."
+        shapes[f"{attention}sinks"] = (64,)
+        for name, rows in (("q", 4096), ("k", 512), ("v", 512)):
+            shapes[f"{attention}{name}_proj.weight"] = (rows, d)
+            shapes[f"{attention}{name}_proj.bias"] = (rows,)
+        shapes[f"{attention}o_proj.weight"] = (d, 4096)
+        shapes[f"{attention}o_proj.bias"] = (d,)
+        shapes[f"{moe}router.weight"] = (experts, d)
+        shapes[f"{moe}router.bias"] = (experts,)
+        for name, rows in (("gate_up", 2 * d), ("down", d)):
+            shapes[f"{moe}experts.{name}_proj_blocks"] = (experts, rows, 90, 16)
+            shapes[f"{moe}experts.{name}_proj_scales"] = (experts, rows, 90)
+            shapes[f"{moe}experts.{name}_proj_bias"] = (experts, rows)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{n}.{name}.weight"] = (d,)
+    shapes |= {"model.norm.weight": (d,), "lm_head.weight": (201088, d)}
+    config = {
+        **sizes(layers, d, d, 64, 8, 64, 201088),
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": experts,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    packed = {name: "U8" for name in shapes if name.endswith(("_blocks", "_scales"))}
+    fit = compute(write_headers(tmp_path / "oss", shapes, config, packed), "8x80GB")
+    attention = 2 * (4096 * d + 2 * 512 * d + d * 4096 + 4096 + 1024 + 64)
+    replicated = 2 * (experts * d + experts + 3 * d + experts * d)
+    divided = experts * 3 * d * 90 * 17 + 2 * experts * 2 * d
+    layer = attention // 8 + replicated + divided * 12 // 90
+    assert fit.stages[0].weights == layers * layer + 2 * 2 * 201088 * d // 8 + 2 * d
+    assert fit.replicated == layers * replicated + 2 * d
+
+
+def test_matrices_of_experts_are_divided_in_all_families() -> None:
+    generating_audio = {"qwen3_omni_moe"}  # its cache is unknown, too
+    for name in set(families.list_model_types()) - generating_audio:
+        family = families.family(name)
+        for tensor in family.tensors.values():
+            for leaf in tensor.leaves.values():
+                is_expert = not family.expert_axes.isdisjoint(leaf.axes)
+                if is_expert and len(leaf.axes) > 2 and not tensor.name.startswith("router"):
+                    assert find_split_axes(family, tensor, leaf), (name, tensor.name)
+
+
 def test_model_of_unknown_type_has_known_weights(tmp_path: Path) -> None:
     path = write_headers(tmp_path / "model", {"a.weight": (4, 4)}, {"model_type": "unheard"})
     fit = compute(path, "24GB")
@@ -504,9 +557,7 @@ def test_cache_dtype_of_model_with_quantized_weights_is_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("algorithm", "dtype"), [("FP8", "float8_e4m3fn"), (None, "bfloat16")])
-def test_cache_dtype_of_modelopt_is_read(
-    tmp_path: Path, algorithm: str | None, dtype: str
-) -> None:
+def test_cache_dtype_of_modelopt_is_read(tmp_path: Path, algorithm: str | None, dtype: str) -> None:
     path = write_headers(tmp_path / "llama", gqa(**LLAMA_8B), LLAMA_CONFIG)
     content = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": algorithm}}
     (path / "hf_quant_config.json").write_text(json.dumps(content))
