@@ -245,8 +245,9 @@ def _collect_layers(
                 layer = layers.setdefault(number, _Layer(number))
                 layer.leaves[name], layer.shapes[name] = leaf, shapes[key]
                 rows = _count_rows(family, leaf, shapes[key], hidden_size, sizes)
-                if rows is not None:
-                    layer.rows[name] = rows + layer.rows.get(name, 0)
+                if rows is None:
+                    raise UnknownCacheError(f"the size of a part of `{key}` is unknown")
+                layer.rows[name] = rows + layer.rows.get(name, 0)
     return [layers[number] for number in sorted(layers)]
 
 
@@ -347,7 +348,12 @@ def _read_count(text: Json, names: Sequence[str]) -> int:
         value = text.get(name, find_default_size(text, name))
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-    raise UnknownCacheError(f"config.json does not state `{names[0]}`")
+    stated = next((name for name in names if name in text), None)
+    raise UnknownCacheError(
+        f"`{stated}` in config.json is not a positive number"
+        if stated
+        else f"config.json does not state `{names[0]}`"
+    )
 
 
 # --------------------------------------------------------------------------------- layers

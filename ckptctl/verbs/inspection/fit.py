@@ -101,23 +101,27 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
     uses: list[StageUse] = []
     division: _Weights | None = None
     caches: list[LayerCache | None] | None = None
-    if family is None or layout is None:
+    if model.is_adapter:
+        reasons.append("the checkpoint is an adapter; inspect its base model, or merge both")
+    elif family is None or layout is None:
         reasons.append("the model type is unknown, so layers and heads are unknown")
         if grid.gpus.number == 1:
-            division = _Weights([weights], [None], weights, None)
+            division = _Weights([weights], [None], 0, None)
     else:
         matched = model.match_keys(family, layout, model.tensors.keys())
+        sizes: AxisSizes | None = None
         try:
             sizes = solve_sizes(family, layout, model, matched)
         except MappingError as error:
             reasons.append(f"sizes of the model: {error.what}")
-            sizes = AxisSizes({}, {})
         try:
-            division = _divide_weights(family, model, matched, sizes, sizes_by_key, grid)
+            division = _divide_weights(
+                family, model, matched, sizes or AxisSizes({}, {}), sizes_by_key, grid
+            )
         except MappingError as error:
             reasons.append(f"weights per GPU: {error.what}")
         try:
-            caches = _describe_caches(family, model, matched, sizes)
+            caches = _describe_caches(family, model, matched, sizes) if sizes else None
         except MappingError as error:
             reasons.append(f"KV cache: {error.what}")
     cache = (
@@ -295,6 +299,12 @@ def _describe_caches(
 ) -> list[LayerCache | None]:
     if model.config is None:
         raise MappingError("there is no config.json, which states windows and sizes of states")
+    stated = model.get_axis_sizes(family, implied=True).get(LAYERS)
+    stored = matched.count_indices().get(LAYERS, 0)
+    if stated not in (None, stored):
+        raise MappingError(
+            f"config.json states {pluralize(stated, 'layer')}, but {stored} are stored"
+        )
     shapes = {key: entry.shape for key, entry in model.tensors.items()}
     return describe_layers(family, matched, shapes, sizes, model.config)
 

@@ -498,6 +498,37 @@ def test_model_of_unknown_type_has_known_weights(tmp_path: Path) -> None:
     assert compute(path, "2x24GB").stages[0].weights is None
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_key_value_heads": 16}, "sizes of the model"),
+        ({"num_hidden_layers": 33}, "config.json states 33 layers, but 32 are stored"),
+        ({"sliding_window": "4096", "model_type": "mistral"}, "is not a positive number"),
+    ],
+)
+def test_cache_of_contradicting_config_is_unknown(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    path = write_headers(tmp_path / "llama", gqa(**LLAMA_8B), {**LLAMA_CONFIG, **change})
+    fit = compute(path, "24GB")
+    assert (fit.token_bytes, fit.cache, fit.requests, fit.fits) == (None, None, None, None)
+    assert any(reason in text for text in fit.unknown), fit.unknown
+    assert not any("no cache" in text for text in fit.unknown)
+
+
+def test_adapter_needs_its_base_model(tmp_path: Path) -> None:
+    factors = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    shapes = {f"{factors}A.weight": (16, 4096), f"{factors}B.weight": (4096, 16)}
+    path = write_headers(tmp_path / "adapter", shapes, LLAMA_CONFIG)
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]})
+    )
+    fit = compute(path, "24GB")
+    assert (fit.stages[0].weights, fit.requests, fit.fits) == (None, None, None)
+    assert any("is an adapter" in reason for reason in fit.unknown)
+
+
 def test_missing_dtype_and_context_are_unknown(tmp_path: Path) -> None:
     config = {
         k: v for k, v in LLAMA_CONFIG.items() if k not in ("dtype", "max_position_embeddings")
