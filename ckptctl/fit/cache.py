@@ -74,6 +74,7 @@ WITHOUT_LAYERS_OF_TEXT = {
 UNCACHED_WORDS = {
     *("w1", "w2", "w3", "w13", "up", "down", "norm", "router", "expert", "shared", "dense", "moe"),
     *("mlp", "latent", "pool", "unpool", "layer", "residual", "alpha", "beta", "epsilon", "ple"),
+    *("altup", "laurel"),
 }
 """First words of names of tensors that do not belong to attention."""
 ATTENTION_WORDS = {
