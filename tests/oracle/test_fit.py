@@ -146,6 +146,7 @@ COUNTED_ON_EVERY_RANK = {
     "gemma": "[kv]_proj",  # the only key/value head is repeated
     "gemma4": "[kv]_proj",
     "gemma4_text": "[kv]_proj",
+    "gemma4_unified": "[kv]_proj",  # full attention has one key/value head, which is repeated
     "glm5_next": "o_proj",
     "laguna": "g_proj",
     "mimo_v2_flash": "[kv]_proj",
