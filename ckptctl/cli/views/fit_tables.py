@@ -87,16 +87,13 @@ def _format_outcome(fit: Fit) -> str:
     if fit.fits is None:
         return "unknown whether it fits"
     tokens = f" of {pluralize(fit.context, 'token')}" if fit.context else ""
-    longest = (
-        f"; the longest request has {pluralize(fit.max_context, 'token')}"
-        if fit.max_context
-        else ""
-    )
     if fit.fits:
+        longest = f", or one of {fit.max_context:,}" if fit.max_context else ""
         return f"fits, with {pluralize(fit.requests or 0, 'request')}{tokens}{longest}"
     largest = max((stage.weights or 0) for stage in fit.stages)
     if largest > fit.memory:
         return f"does not fit: weights need {format_bytes(largest)} per GPU"
+    longest = f", but for one of {fit.max_context:,}" if fit.max_context else ""
     return f"does not fit: no room for a request{tokens}{longest}"
 
 
@@ -120,9 +117,16 @@ def _list_rows(fit: Fit) -> Iterator[Row]:
         yield f"stage.{number}.weights", _format_value(stage.weights)
         yield f"stage.{number}.token_bytes", _format_value(stage.token_bytes)
         yield f"stage.{number}.request_bytes", _format_value(stage.request_bytes)
-    for name in ("token_bytes", "request_bytes", "requests", "max_context"):
+    for name in ("token_bytes", "request_bytes", "requests"):
         yield name, _format_value(getattr(fit, name))
+    yield "max_context", "unlimited" if _has_no_limit(fit) else _format_value(fit.max_context)
     yield from (("unknown", reason) for reason in fit.unknown)
+
+
+def _has_no_limit(fit: Fit) -> bool:
+    """Return whether a request may have any number of tokens, because every layer has a window."""
+    sizes = (size for stage in fit.stages for size in (stage.weights, stage.token_bytes))
+    return fit.max_context is None and None not in sizes
 
 
 def _format_value(value: object) -> str:

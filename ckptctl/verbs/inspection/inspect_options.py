@@ -22,6 +22,7 @@ def build_output_exclusion(other: str) -> OptionConflict:
 
 CacheDType = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 TOKENS = re.compile(r"([0-9]{1,12})([kKmM]?)", re.ASCII)
+MAX_TOKENS = 10**12 - 1
 TOKEN_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 GPUS = re.compile(r"\s*([0-9]{1,6})\s*[xX]\s*(\S.*)", re.ASCII | re.DOTALL)
 SMALLEST_GPU_BYTES = 10**6
@@ -43,7 +44,11 @@ def parse_gpus(text: str) -> Gpus:
     """
     match = GPUS.fullmatch(text)
     count, size = (int(match[1]), match[2]) if match else (1, text)
-    memory = parse_bytes(size)
+    try:
+        memory = parse_bytes(size)
+    except UsageError as error:
+        shown = escape_unprintable(text)
+        raise UsageError(f"`{shown}` is not a size; write it like `80GB` or `4x80GB`") from error
     if not count:
         raise UsageError("the number of GPUs must be at least 1")
     if memory < SMALLEST_GPU_BYTES:
@@ -66,11 +71,11 @@ def check_tokens(value: str | int) -> int:
     """Parse a number of tokens, such as ``8192``, ``32k`` (times 1024) or ``1M`` (times 1024^2).
 
     Raises:
-        UsageError: The value is not a number of tokens, or zero.
+        UsageError: The value is not a number of tokens, or is zero or too large.
     """
     match = TOKENS.fullmatch(str(value).strip())
     count = int(match[1]) * TOKEN_UNITS[match[2].lower()] if match else 0
-    if isinstance(value, bool) or count < 1:
+    if isinstance(value, bool) or not 0 < count <= MAX_TOKENS:
         text = escape_unprintable(str(value))
         raise UsageError(f"`{text}` is not a number of tokens; write it like `8192` or `32k`")
     return count

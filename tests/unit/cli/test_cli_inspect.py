@@ -366,3 +366,24 @@ def test_folder_without_run_is_refused_by_verify_only(run, tmp_path):
     refused = run("verify", tmp_path).stderr
     assert f"hint: pass one of them; `ckptctl inspect {tmp_path}` shows" in refused
     assert run("inspect", tmp_path).exit_code == 0
+
+
+def test_fit_prints_limits_of_requests(run, tmp_path):
+    """Where every layer has a window, the length of a request is not limited."""
+    shutil.copytree(DATA / "tiny-llama3-hf", tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    full = run("inspect", tmp_path / "m", "--fit", "1MB", "--context", "1k", "--format", "table")
+    assert "fits, with 2 requests of 1,024 tokens, or one of 2,911" in full.stdout
+    long = run("inspect", tmp_path / "m", "--fit", "1MB", "--context", "4k", "--format", "table")
+    assert "no room for a request of 4,096 tokens, but for one of 2,911" in long.stdout
+    config["layer_types"], config["sliding_window"] = ["sliding_attention"] * 2, 8
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    windows = dict(
+        row for row in rows(run("inspect", tmp_path / "m", "--fit", "1MB")) if len(row) == 2
+    )
+    assert windows["max_context"] == "unlimited"
+    (tmp_path / "m" / "config.json").unlink()
+    unknown = dict(
+        row for row in rows(run("inspect", tmp_path / "m", "--fit", "1MB")) if len(row) == 2
+    )
+    assert unknown["max_context"] == "unknown"

@@ -607,13 +607,18 @@ def test_invalid_gpus_are_errors(text: str) -> None:
         parse_gpus(text)
 
 
+def test_error_of_invalid_gpus_shows_complete_value() -> None:
+    with pytest.raises(UsageError, match=r"`4x80GBB` is not a size; write it like .*`4x80GB`"):
+        parse_gpus("4x80GBB")
+
+
 def test_tokens_are_parsed() -> None:
     assert check_tokens("32k") == 32768
     assert check_tokens("1M") == 1 << 20
     assert check_tokens(4096) == 4096
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5k", "32kB", "", True])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5k", "32kB", "", True, "999999999999M"])
 def test_invalid_tokens_are_errors(value: Any) -> None:
     with pytest.raises(UsageError):
         check_tokens(value)
