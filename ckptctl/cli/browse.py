@@ -8,6 +8,7 @@ from typing import Annotated
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Printer
+from ckptctl.errors import UsageError, format_command
 from ckptctl.option_checks import AnyPath, check_location
 from ckptctl.options import Argument
 from ckptctl.shared_options import Checkpoint
@@ -58,7 +59,14 @@ def browse(
     from ckptctl.verbs import browsing
 
     output = Printer(json, quiet, header=not no_header)
-    is_interactive = output.mode == "human" and sys.stdin.isatty()
+    # textual draws on stderr.
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    is_interactive = output.mode == "human" and all(stream.isatty() for stream in streams)
+    if other is not None and not is_interactive:
+        raise UsageError(
+            "two checkpoints are only shown in a terminal",
+            hint=f"{format_command('diff', path, other, options=['--structure'])} compares them",
+        )
     if is_interactive:
         from ckptctl.installed import require_package  # only for a terminal
 

@@ -42,7 +42,9 @@ BINS = 40
 class Entry(Result):
     """Entry of the top level of the tree."""
 
-    name: Annotated[str, JsonField("name up to the first dot")]
+    name: Annotated[
+        str, JsonField("name up to the first dot; complete if no other tensor has that part")
+    ]
     tensors: Annotated[int, JsonField("number of tensors")]
     nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")]
 

@@ -51,6 +51,9 @@ KEYS = (
 LETTERS = "AB"
 MARKS = {"": " ", "=": "=", "!": "≠", "<": "A", ">": "B"}
 BAR_CELLS = 8
+MIN_PANEL_COLUMNS = 30
+"""Width from which the panel is shown. In a narrow one, the scroll bar would appear and disappear
+in turns."""
 READS = 2
 """Number of times that statistics read a tensor."""
 Line = tuple[str, str]
@@ -83,6 +86,7 @@ class Browser(App[None]):
     #place, #status { color: $text-muted; }
     EntryList { width: 3fr; }
     #panel { width: 2fr; border-left: solid $surface-lighten-2; padding: 0 1; }
+    .narrow #panel { display: none; }
     #details { height: auto; }
     #search { height: 1; border: none; padding: 0 1; display: none; }
     #search.shown { display: block; }
@@ -90,6 +94,7 @@ class Browser(App[None]):
     #keys { width: auto; height: auto; padding: 1 2; background: $surface; border: round $primary; }
     """
     ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS: ClassVar = [(0, "narrow"), (MIN_PANEL_COLUMNS, "wide")]
     BINDINGS: ClassVar = [
         Binding("right,enter,l", "open", "Open"),
         Binding("left,backspace,h", "close", "Back"),

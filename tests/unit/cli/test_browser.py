@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import re
 import shutil
 import struct
+import subprocess
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from ckptctl.verbs import browsing
 from ckptctl.verbs.browsing import build_tree, find_tensors, open_for_browsing
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
+from tests.program import start_program
 
 pytest.importorskip("textual", reason="the extra `tui` is not installed")
 
@@ -206,6 +209,45 @@ def test_help_lists_all_keys(llama: Path) -> None:
         assert browser.entry_list.cursor == 1
 
     drive([llama], act)
+
+
+def test_layout_of_tiny_terminal_settles(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scroll bar that appears and disappears would draw the screen forever."""
+    draw, drawn = Browser._show_details, []
+
+    def count(browser: Browser) -> None:
+        drawn.append(1)
+        draw(browser)
+
+    monkeypatch.setattr(Browser, "_show_details", count)
+
+    async def act(browser: Browser, pilot: Any) -> None:
+        await pilot.pause()
+        drawn.clear()
+        await asyncio.sleep(0.5)
+
+    drive([llama], act, size=(12, 8))
+    assert len(drawn) < 3
+
+
+def test_redirected_stderr_is_no_terminal(llama: Path, tmp_path: Path) -> None:
+    """textual draws on stderr, so nothing would be visible."""
+    master, slave = pty.openpty()
+    with (tmp_path / "log").open("wb") as log:
+        wait = start_program(["browse", llama], [slave, slave, log.fileno()])
+        os.close(slave)
+        assert wait() == 0
+    assert (tmp_path / "log").read_bytes() == b""
+    assert b"lm_head.weight" in os.read(master, 65536)
+    os.close(master)
+
+
+def test_two_checkpoints_without_terminal_are_an_error(
+    llama: Path, piped: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    result = piped("browse", llama, llama)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "ckptctl diff llama llama --structure" in result.stderr
 
 
 def test_damaged_checkpoint_is_shown(data: Path, tmp_path: Path) -> None:
