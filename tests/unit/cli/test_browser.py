@@ -25,6 +25,8 @@ from tests.program import start_program
 
 pytest.importorskip("textual", reason="the extra `tui` is not installed")
 
+from textual.screen import Screen
+
 from ckptctl.cli.views.browser import Browser, _StoppedError
 
 SNAPSHOTS = Path(__file__).parents[2] / "snapshots" / "browse"
@@ -213,21 +215,20 @@ def test_help_lists_all_keys(llama: Path) -> None:
 
 def test_layout_of_tiny_terminal_settles(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scroll bar that appears and disappears would draw the screen forever."""
-    draw, drawn = Browser._show_details, []
+    lay_out, layouts = Screen._refresh_layout, []
 
-    def count(browser: Browser) -> None:
-        drawn.append(1)
-        draw(browser)
+    def count(screen: Screen[Any], *args: Any, **options: Any) -> None:
+        layouts.append(1)
+        lay_out(screen, *args, **options)
 
-    monkeypatch.setattr(Browser, "_show_details", count)
+    monkeypatch.setattr(Screen, "_refresh_layout", count)
 
     async def act(browser: Browser, pilot: Any) -> None:
-        await pilot.pause()
-        drawn.clear()
+        layouts.clear()
         await asyncio.sleep(0.5)
 
     drive([llama], act, size=(12, 8))
-    assert len(drawn) < 3
+    assert len(layouts) < 3
 
 
 def test_redirected_stderr_is_no_terminal(llama: Path, tmp_path: Path) -> None:
