@@ -144,7 +144,8 @@ def _compute_part_share(
     axes = find_split_axes(family, tensor, leaf)
     if not axes:
         return Fraction(1)
-    if len(axes) == 1 and (block := BLOCKS_BY_AXIS.get(axes[0])) in sizes.axes:
+    block = BLOCKS_BY_AXIS.get(axes[0]) if len(axes) == 1 else None
+    if block is not None and block in sizes.axes:
         axes = (block,)
     whole = next((dim for dim, group in enumerate(leaf.dims) if group == axes), None)
     if whole is not None and leaf.part is None:

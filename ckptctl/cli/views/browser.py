@@ -94,7 +94,6 @@ class Browser(App[None]):
     #keys { width: auto; height: auto; padding: 1 2; background: $surface; border: round $primary; }
     """
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS: ClassVar = [(0, "narrow"), (MIN_PANEL_COLUMNS, "wide")]
     BINDINGS: ClassVar = [
         Binding("right,enter,l", "open", "Open"),
         Binding("left,backspace,h", "close", "Back"),
@@ -111,6 +110,7 @@ class Browser(App[None]):
     def __init__(self, checkpoints: Sequence[BrowsedCheckpoint]) -> None:
         """Create a browser of one checkpoint, or of two to compare."""
         super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "narrow"), (MIN_PANEL_COLUMNS, "wide")]
         self.checkpoints = checkpoints
         self.root_node = self.module = build_tree(checkpoints)
         self.order: Order = "size"

@@ -471,10 +471,10 @@ def test_blocks_of_gpt_oss_are_divided_and_padded(tmp_path: Path) -> None:
     }
     packed = {name: "U8" for name in shapes if name.endswith(("_blocks", "_scales"))}
     fit = compute(write_headers(tmp_path / "oss", shapes, config, packed), "8x80GB")
-    attention = 2 * (4096 * d + 2 * 512 * d + d * 4096 + 4096 + 1024 + 64)
+    heads = 2 * (4096 * d + 2 * 512 * d + d * 4096 + 4096 + 1024 + 64)
     replicated = 2 * (experts * d + experts + 3 * d + experts * d)
     divided = experts * 3 * d * 90 * 17 + 2 * experts * 2 * d
-    layer = attention // 8 + replicated + divided * 12 // 90
+    layer = heads // 8 + replicated + divided * 12 // 90
     assert fit.stages[0].weights == layers * layer + 2 * 2 * 201088 * d // 8 + 2 * d
     assert fit.replicated == layers * replicated + 2 * d
 
