@@ -353,7 +353,8 @@ def test_options_complete_checkpoints_of_which_tensors_are_missing(tmp_path: Pat
     age(run / "step-100", START)  # else it counts as being written
     result = ckptctl.convert_run(run, tmp_path / "none", to="hf")
     assert statuses(result) == {"step-100": "skipped", "step-200": "converted"}
-    for number, options in enumerate(({"fill_from": base}, {"exclude": [name]})):
+    choices: tuple[dict[str, Any], ...] = ({"fill_from": base}, {"exclude": [name]})
+    for number, options in enumerate(choices):
         out = tmp_path / f"out-{number}"
         alone = convert_alone(run, tmp_path / f"alone-{number}", to="hf", **options)
         result = ckptctl.convert_run(run, out, to="hf", **options)
