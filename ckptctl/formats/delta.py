@@ -187,10 +187,10 @@ def read_manifest(files: SourceFiles) -> DeltaManifest:
     where = str(files.root / MANIFEST)
     content = read_json(files, MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
     with wrap_malformed_errors("malformed delta", where, "copy the delta again from its source"):
-        found = read_as(_Version, content)
-        if found.schema != SCHEMA:
+        version = read_as(_Version, content)
+        if version.schema != SCHEMA:
             raise UnsupportedError(
-                f"the delta has the layout `{found.schema[:40]}`",
+                f"the delta has the layout `{version.schema[:40]}`",
                 where=where,
                 why=f"this version reads `{SCHEMA}`",
                 hint="update ckptctl",

@@ -43,10 +43,10 @@ def read_commit_time_ns(url: str, name: str) -> int:
     hub_url = parse_hub_url(url)
     path = "/".join(filter(None, (hub_url.path, name)))
     with translate_hub_errors(url, f"read the time of `{name}`", LOGIN_HINT):
-        found = _open_api().get_paths_info(
+        infos = _open_api().get_paths_info(
             **_locate_repository(hub_url), paths=[path], revision=hub_url.revision, expand=True
         )
-        commit = found[0].last_commit if found else None
+        commit = infos[0].last_commit if infos else None
         return int(commit.date.timestamp() * 1e9) if commit else 0
 
 

@@ -93,12 +93,12 @@ class HubBucketFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def find(self, path: str, detail: bool = False, **_: object) -> Any:
         """List all files below *path*."""
-        found = {
+        files = {
             entry["name"]: entry
             for entry in self._iterate_tree(path, recursive=True)
             if entry["type"] == "file"
         }
-        return found if detail else list(found)
+        return files if detail else list(files)
 
     def info(self, path: str, **_: object) -> dict[str, Any]:
         """Return size, version and time of a file, or the kind of a folder."""

@@ -193,13 +193,13 @@ def _compare(node: Node) -> Mark:
 def find_tensors(root: Node, text: str) -> list[Node]:
     """Return the tensors whose names contain *text*, regardless of case, in natural order."""
     wanted = text.lower()
-    found = [
+    matches = [
         (node.full_name, node)
         for node in walk(root)
         if node.is_tensor and wanted in node.full_name.lower()
     ]
-    found.sort(key=lambda item: to_natural_key(item[0]))
-    return [node for _, node in found]
+    matches.sort(key=lambda item: to_natural_key(item[0]))
+    return [node for _, node in matches]
 
 
 def list_contents(checkpoint: BrowsedCheckpoint) -> Contents:

@@ -115,11 +115,11 @@ def _find_manifest_mismatch(plan: ConversionPlan, existing: TreePath) -> Mismatc
     if not (existing / file.path).is_file():
         return Mismatch(f"it has no `{file.path}`, so another program may have written it")
     with source_files(existing) as files:
-        found = read_json(files, file.path)
+        recorded = read_json(files, file.path)
     planned = parse_json(_build_content(plan, file), where=MANIFEST)
-    if _strip_unplanned(found) == _strip_unplanned(planned):
+    if _strip_unplanned(recorded) == _strip_unplanned(planned):
         return None
-    source = found.get("source") if isinstance(found, dict) else None
+    source = recorded.get("source") if isinstance(recorded, dict) else None
     name = source.get("name") if isinstance(source, dict) else None
     if isinstance(planned, dict) and name != planned["source"]["name"]:
         return Mismatch(f"its manifest names another source, `{name}`")

@@ -300,12 +300,12 @@ def _run_checkpoint(
     if planned.action == "skip":
         return ConvertedCheckpoint(planned, "skipped", planned.reason)
     options, target = plan.options, planned.target
-    found = _compare_existing_output(plan, planned, folder, label, start_item)
-    if isinstance(found, ConvertedCheckpoint):
-        return found
+    existing = _compare_existing_output(plan, planned, folder, label, start_item)
+    if isinstance(existing, ConvertedCheckpoint):
+        return existing
     # At a URL, the conversion itself decides, because it can resume an incomplete upload.
-    if isinstance(found, Mismatch) and not (options.overwrite or isinstance(target, UrlPath)):
-        raise _unknown_output_error(target, found)
+    if isinstance(existing, Mismatch) and not (options.overwrite or isinstance(target, UrlPath)):
+        raise _unknown_output_error(target, existing)
     try:
         if isinstance(target, UrlPath) and is_hub_repository(target.url):
             create_branch(target.url)
@@ -318,8 +318,8 @@ def _run_checkpoint(
         again = _compare_existing_output(plan, planned, folder, label, start_item)
         if isinstance(again, ConvertedCheckpoint):
             return again
-        if isinstance(found, Mismatch) and not options.overwrite:
-            unknown = f"it is not known to be this conversion: {found.why}"
+        if isinstance(existing, Mismatch) and not options.overwrite:
+            unknown = f"it is not known to be this conversion: {existing.why}"
             error.why = "; ".join(filter(None, (error.why, unknown)))
         raise
     return _describe_conversion(planned, conversion, result)

@@ -268,14 +268,14 @@ class Browser(App[None]):
 
     def _list_headline(self) -> Iterator[str]:
         for letter, checkpoint in zip(LETTERS, self.checkpoints, strict=False):
-            found = checkpoint.inspection
+            inspection = checkpoint.inspection
             side = f"{letter}: " if len(self.checkpoints) > 1 else ""
-            yield side + escape_unprintable(found.path)
-            yield found.format
-            yield found.model_type or "unknown model type"
-            yield f"{format_count(found.parameters)} params"
-            yield format_bytes(found.nbytes)
-            yield "structure complete" if found.complete is None else str(found.verdict)
+            yield side + escape_unprintable(inspection.path)
+            yield inspection.format
+            yield inspection.model_type or "unknown model type"
+            yield f"{format_count(inspection.parameters)} params"
+            yield format_bytes(inspection.nbytes)
+            yield "structure complete" if inspection.complete is None else str(inspection.verdict)
 
     def _show_module(self, module: Node, highlighted: Node | None = None) -> None:
         self.module = module
