@@ -69,7 +69,7 @@ class ShowOptions(Options):
     "ckptctl inspect step-2000 --depth 2 --sort size",
     "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
     "ckptctl inspect hf://org/model@main           (reads only headers, like all URLs)",
-    "ckptctl inspect hf://org/model --fit 4x80GB --context 32k   (memory for inference)",
+    "ckptctl inspect hf://org/model@main --fit 4x80GB --context 32k   (memory for inference)",
     "ckptctl inspect step-2000 --json | jq .parameters",
     prints="ckptctl.verbs.inspection.inspect_result:Inspection",
     runs_without_arguments=True,

@@ -18,7 +18,7 @@ from itertools import compress
 from typing import Generic, TypeVar
 
 _INDEX = re.compile(r"\{([a-z]+)\}\Z")
-_WORDS = re.compile(r"\{([a-z]+)=(\w+(?:\.\w+)*(?:\|\w+(?:\.\w+)*)+)\}")
+_WORD_CHOICES = re.compile(r"\{([a-z]+)=(\w+(?:\.\w+)*(?:\|\w+(?:\.\w+)*)+)\}")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 _SHARD = "shard_"
 
@@ -74,8 +74,8 @@ class Template:
             ValueError: An index is not a complete part of the key.
         """
         slots, skeleton_parts, indices = [], [], []
-        words = {match[1]: tuple(match[2].split("|")) for match in _WORDS.finditer(text)}
-        for part in _WORDS.sub(r"{\1}", text).split("."):
+        words = {match[1]: tuple(match[2].split("|")) for match in _WORD_CHOICES.finditer(text)}
+        for part in _WORD_CHOICES.sub(r"{\1}", text).split("."):
             before = _SHARD if part.startswith(_SHARD) else ""
             part = part.removeprefix(before)
             index = _INDEX.match(part)
