@@ -36,6 +36,7 @@ BOUNDARIES = {
     "local-disk-first.md: torch 2.13": "where the behavior was seen",
     "megatron-core.md: Bridge 0.3": "its releases differ",
     "megatron-core.md: Bridge 0.3.1": "its releases differ",
+    "megatron-core.md: megatron-core 0.16": "its releases differ",
     "megatron-core.md: megatron-core 0.16.1": "its releases differ",
 }
 """Versions that pages name because a release behaves differently, with the reason."""
