@@ -10,7 +10,7 @@ from ckptctl.conversion.assets import Assets
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.destinations import Destination
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.conversion.recognition.roots import Selection
+from ckptctl.conversion.recognition.roots import ModelLeaves
 from ckptctl.errors import format_option
 from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
@@ -117,7 +117,7 @@ class Draft:
     base: Catalog | None = None
     filled_from: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
-    selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
+    selection: ModelLeaves = field(default_factory=lambda: ModelLeaves("", {}, {}, ()))
     expected_names: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     reference: str = ""

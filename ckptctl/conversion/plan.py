@@ -54,16 +54,16 @@ DRY_RUN = JsonField(
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFile:
+class PlannedFile:
     """File of the output."""
 
     path: Annotated[str, JsonField("path relative to the target")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
-def list_output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
+def list_planned_files(files: tuple[tuple[str, int], ...]) -> list[PlannedFile]:
     """Convert ``(name, size)`` pairs to the file records that ``--json`` prints."""
-    return [OutputFile(*file) for file in files]
+    return [PlannedFile(*file) for file in files]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class ConversionPlan(
         return sum(source != target and source not in zero_keys for source, target in first)
 
     @property
-    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=list_output_files)]:
+    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=list_planned_files)]:
         """All files of the output."""
         return tuple((file.path, file.size) for file in self.plan.files)
 

@@ -15,7 +15,7 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.items import read_item_headers
 from ckptctl.conversion.recognition.lacking import find_missing_tensors
 from ckptctl.conversion.recognition.roots import (
-    Selection,
+    ModelLeaves,
     is_selected,
     select_by_globs,
     select_model,
@@ -143,7 +143,7 @@ def _is_requested(draft: Draft, name: str) -> bool:
     return is_selected(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
 
 
-def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
+def _add_module_states(selection: ModelLeaves, catalog: Catalog) -> ModelLeaves:
     """Add non-tensor module states, such as Transformer Engine's scales, to *selection*.
 
     Only programs that write such states expect to find them in a checkpoint.
@@ -154,7 +154,7 @@ def _add_module_states(selection: Selection, catalog: Catalog) -> Selection:
 
 
 def _find_incomplete(
-    draft: Draft, selection: Selection, incomplete_names: Mapping[str, str]
+    draft: Draft, selection: ModelLeaves, incomplete_names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the names of the model's absent tensors, and the reason for each item not written."""
     catalog, root = draft.catalog, draft.model.root
@@ -175,7 +175,7 @@ def _find_incomplete(
     }
 
 
-def _remove_names(selection: Selection, names: Collection[str]) -> Selection:
+def _remove_names(selection: ModelLeaves, names: Collection[str]) -> ModelLeaves:
     """Remove the leaves whose names in the checkpoint are in *names* from *selection*."""
     root = selection.root
     return replace(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ckptctl import families, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.recognition.roots import (
-    Selection,
+    ModelLeaves,
     has_all_weights,
     list_container_prefixes,
     list_possible_roots,
@@ -159,7 +159,7 @@ class Model:
     described: tuple[ModelDescription, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
-    def selection(self) -> Selection:
+    def selection(self) -> ModelLeaves:
         """Tensors and other values of the model, and the names of leaves outside the model."""
         return select_model(self.catalog, self.root)
 

@@ -246,7 +246,7 @@ def _rename_path(path: Path, name: str, new_name: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ModelLeaves:
     """Leaves that belong to the model, by name without the model's prefix.
 
     Attributes:
@@ -263,7 +263,7 @@ class Selection:
     rest: tuple[str, ...]
 
 
-def select_model(catalog: Catalog, root: str) -> Selection:
+def select_model(catalog: Catalog, root: str) -> ModelLeaves:
     """Select the leaves under *root*.
 
     If *root* is empty, all leaves except training state are selected.
@@ -276,7 +276,7 @@ def select_model(catalog: Catalog, root: str) -> Selection:
         inner_names = {
             n: n for n in leaves if not (has_training_state and is_outside_model(catalog, n))
         }
-    return Selection(
+    return ModelLeaves(
         root,
         {
             inner_names[name]: entry
@@ -289,12 +289,12 @@ def select_model(catalog: Catalog, root: str) -> Selection:
 
 
 def select_by_globs(
-    selection: Selection,
+    selection: ModelLeaves,
     include: Sequence[str],
     exclude: Sequence[str],
     include_training_state: bool,
     missing_names: Sequence[str] = (),
-) -> tuple[Selection, tuple[str, ...]]:
+) -> tuple[ModelLeaves, tuple[str, ...]]:
     """Apply ``--include`` and ``--exclude`` to leaf names without the model's prefix.
 
     Args:
