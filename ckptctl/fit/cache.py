@@ -8,11 +8,15 @@ tensors of a layer    elements per token                        elements per req
 ====================  ========================================  ===================================
 ``k``, ``v``          rows of ``k`` + rows of ``v``             -
 ``kv_a``              rows of ``kv_a`` (latent and rotary key)  -
+``kv_b`` alone        - (the latent of an earlier layer)        -
+``index_k``           rows of ``index_k`` and ``index_gate``    -
 ``linear_conv_*``     -                                         channels x (taps - 1), and key
                                                                 dimension x rows of values
 ``mamba_conv*``       -                                         channels x (taps - 1), and
                                                                 state size x inner size
 ``conv``              -                                         channels x (taps - 1)
+``k_conv``, ...       -                                         channels x (taps - 1) for each
+``ple_conv``          -                                         channels x (taps - 1) x dilation
 ====================  ========================================  ===================================
 
 Sources: vLLM's ``v1/kv_cache_interface.py`` (``FullAttentionSpec``, ``MLAAttentionSpec``,
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptctl.errors import MappingError
@@ -52,7 +56,8 @@ FULL, SLIDING, CHUNKED = "full attention", "sliding window", "chunked attention"
 LATENT, LINEAR = "latent attention", "linear attention"
 STATE_SPACE, CONVOLUTION = "state space", "convolution"
 
-FULL_TYPES = (FULL_ATTENTION, "attention", "hybrid")
+INDEXED_TYPES = ("indexed_attention", "minimax_m3_sparse")
+FULL_TYPES = (FULL_ATTENTION, "attention", "hybrid", *INDEXED_TYPES)
 SLIDING_TYPES = (LOCAL_ATTENTION, "hybrid_sliding")
 CHUNKED_TYPES = ("chunked_attention",)
 STATE_TYPES = ("linear_attention", "mamba", "conv", "moe", "mlp")
@@ -66,8 +71,7 @@ UNCHUNKED_INTERVAL = 4
 """Default of ``no_rope_layer_interval`` in transformers' ``Llama4TextConfig``."""
 WITHOUT_LAYERS_OF_TEXT = {
     "clip_text": "the model is an encoder, which has no KV cache",
-    "llama3_vision": "cross-attention layers also cache the image",
-    "muse_spark": "the model also generates audio",
+    "llama3_vision": "cross-attention layers also cache the images of a request",
     "qwen3_omni_moe": "the model consists of several models that generate",
     "t5_encoder": "the model is an encoder, which has no KV cache",
 }
@@ -78,14 +82,16 @@ UNCACHED_WORDS = {
 }
 """First words of names of tensors that do not belong to attention."""
 ATTENTION_WORDS = {
-    *("q", "k", "v", "o", "qkv", "kv", "gate", "sinks", "linear", "mamba", "conv", "ssmax"),
-    *("post", "vision", "attn", "ffn", "hc", "scale", "attention"),
+    *("q", "k", "v", "o", "r", "qkv", "kv", "gate", "sinks", "linear", "mamba", "conv", "ssmax"),
+    *("post", "vision", "attn", "ffn", "hc", "scale", "attention", "relative", "index"),
 }
 """First words of names of tensors of layers with a cache that is described."""
-UNKNOWN_NAMES = ("conv_1", "conv_2", "k_conv", "kv", "ple_conv", "v_conv")
+UNKNOWN_NAMES = ("kv",)
 """Names of tensors of layers with an unsupported cache."""
-INDEX_WORD = "index"
-"""First word of names of tensors of an indexer."""
+INDEX_NAMES = ("index_k", "index_gate")
+"""Tensors of an indexer that compute what it caches: keys, and gates by which it joins them."""
+HEAD_CONVOLUTIONS, HIDDEN_CONVOLUTIONS = ("k_conv", "v_conv"), ("conv_1", "conv_2")
+"""Short convolutions of keys and values, and of what attention and experts return."""
 INDEXER_BLOCK, SCALE_BYTES = 128, 4
 """Block size of the fp8 keys of an indexer, and of fp8 latents, and the bytes of its scale."""
 STATE_FIELDS = ("mamba_d_state", "ssm_state_size")
@@ -136,7 +142,9 @@ class LayerCache:
             elements, and None if the number is unknown.
         window: Largest number of cached tokens, or None if there is no limit.
         states: States per request.
-        extra_bytes: Bytes per token that do not depend on the dtype of the cache.
+        index_elements: Elements per token of an indexer, which every rank has in the dtype of the
+            model.
+        extra_bytes: Bytes per token that do not depend on any dtype.
         fp8_bytes: Bytes per token with an fp8 cache, if they are not those of *elements*.
     """
 
@@ -145,6 +153,7 @@ class LayerCache:
     heads: int | None = 0
     window: int | None = None
     states: tuple[State, ...] = ()
+    index_elements: int = 0
     extra_bytes: int = 0
     fp8_bytes: int = 0
 
@@ -369,32 +378,35 @@ def _describe_layer(
 ) -> LayerCache | None:
     """Describe the cache of one layer."""
     caches = list(_iterate_caches(family, layer, window, sizes, text))
-    _require_known_tensors(family, layer, is_cached=bool(caches))
+    _require_known_tensors(layer, is_cached=bool(caches) or _reuses_latent(layer))
     if not caches:
         return None
     first, *others = caches
-    states = tuple(state for cache in caches for state in cache.states)
     keyed = next((cache for cache in caches if cache.elements), first)
-    return LayerCache(
-        keyed.kind if not others else f"{keyed.kind} + {STATE_SPACE}",
-        keyed.elements,
-        keyed.heads,
-        keyed.window,
-        states,
-        keyed.extra_bytes,
-        keyed.fp8_bytes,
+    states = tuple(state for cache in caches for state in cache.states)
+    short = _describe_short_convolutions(layer, keyed, sizes)
+    return replace(
+        keyed,
+        kind=keyed.kind if not others else f"{keyed.kind} + {STATE_SPACE}",
+        states=(*states, *short),
     )
 
 
-def _require_known_tensors(family: Family, layer: _Layer, *, is_cached: bool) -> None:
+def _reuses_latent(layer: _Layer) -> bool:
+    """Return whether the layer attends to the latent of an earlier one, and caches nothing."""
+    names = layer.rows.keys()
+    return "kv_b" in names and names.isdisjoint(("kv_a", *INDEX_NAMES))
+
+
+def _require_known_tensors(layer: _Layer, *, is_cached: bool) -> None:
     """Raise if a tensor of the layer may belong to a cache that is not described."""
     known_words = UNCACHED_WORDS | (ATTENTION_WORDS if is_cached else set())
-    if family.name in SPARSE_LATENT:
-        known_words |= {INDEX_WORD}
-    for name in layer.rows:
-        if name in UNKNOWN_NAMES or name.partition("_")[0] not in known_words:
-            key = layer.leaves[name].key.text
-            raise UnknownCacheError(f"the cache of layers with `{key}` is not supported")
+    if not layer.rows.keys() & set(INDEX_NAMES):
+        known_words -= {"index"}
+    unknown = [name for name in layer.rows if name.partition("_")[0] not in known_words]
+    for name in [*(name for name in UNKNOWN_NAMES if name in layer.rows), *unknown]:
+        key = layer.leaves[name].key.text
+        raise UnknownCacheError(f"the cache of layers with `{key}` is not supported")
 
 
 def _iterate_caches(
@@ -412,7 +424,8 @@ def _iterate_caches(
             raise UnknownCacheError("`layer_types` contradicts the tensors of a layer")
         kind, tokens = window
         elements = _count_keys_and_values(layer, text)
-        yield LayerCache(kind, elements, _count_heads(layer, sizes), tokens)
+        index = _count_index_elements(layer)
+        yield LayerCache(kind, elements, _count_heads(layer, sizes), tokens, index_elements=index)
     if "linear_conv_v" in rows:
         yield _describe_delta_net(layer, sizes)
     if any(name.startswith("mamba_conv") for name in rows):
@@ -440,14 +453,22 @@ def _count_heads(layer: _Layer, sizes: AxisSizes) -> int | None:
     if "qkv" in layer.rows:
         return sizes.axes.get("h")
     axes = layer.leaves["k"].axes
+    norm = layer.leaves.get("k_norm")
+    if norm and norm.axes == ("e",) and axes == ("kd", "d"):
+        return layer.rows["k"] // layer.rows["k_norm"]
     return sizes.axes.get("k") if "k" in axes else sizes.axes.get("h") if "h" in axes else None
+
+
+def _count_index_elements(layer: _Layer) -> int:
+    """Count the elements per token that an indexer caches, as in transformers."""
+    return sum(layer.rows.get(name, 0) for name in INDEX_NAMES)
 
 
 def _describe_latent(family: Family, layer: _Layer) -> LayerCache:
     """Describe latent attention, which caches the latent and the rotary key of each token."""
     width = layer.rows["kv_a"]
     if family.name not in SPARSE_LATENT:
-        return LayerCache(LATENT, width)
+        return LayerCache(LATENT, width, index_elements=_count_index_elements(layer))
     index = layer.rows.get("index_k", 0)
     indexer_bytes = index + -(-index // INDEXER_BLOCK) * SCALE_BYTES
     latent = layer.rows["kv_a_norm"]
@@ -455,13 +476,34 @@ def _describe_latent(family: Family, layer: _Layer) -> LayerCache:
     return LayerCache(LATENT, width, extra_bytes=indexer_bytes, fp8_bytes=fp8_bytes)
 
 
-def _get_taps(layer: _Layer, name: str, sizes: AxisSizes) -> int:
+def _get_taps(layer: _Layer, name: str, sizes: AxisSizes, axis: str = "taps") -> int:
     leaf = layer.leaves[name]
-    if leaf.part is None and ("taps",) in leaf.dims:
-        return layer.shapes[name][leaf.dims.index(("taps",))]
-    if taps := sizes.axes.get("taps"):
+    if leaf.part is None and (axis,) in leaf.dims:
+        return layer.shapes[name][leaf.dims.index((axis,))]
+    if taps := sizes.axes.get(axis):
         return taps
     raise UnknownCacheError("the kernel size of the convolution is unknown")
+
+
+def _describe_short_convolutions(
+    layer: _Layer, keyed: LayerCache, sizes: AxisSizes
+) -> Iterator[State]:
+    """Describe the states of convolutions next to a cache that the layer has anyway.
+
+    Those of keys and values are divided like their heads, and all others are on every rank. The
+    convolution of n-gram embeddings has as many tokens between its taps as an n-gram has.
+    """
+    for name in (*HEAD_CONVOLUTIONS, *HIDDEN_CONVOLUTIONS):
+        if name in layer.rows:
+            taps = _get_taps(layer, name, sizes)
+            # The convolution of hidden states has their axis, which `rows` does not count.
+            channels = math.prod(layer.shapes[name]) // taps
+            heads = (keyed.heads or 1) if name in HEAD_CONVOLUTIONS else 1
+            yield State(0, channels // heads * (taps - 1), heads)
+    if "ple_conv" in layer.rows:
+        taps = _get_taps(layer, "ple_conv", sizes, "pt")
+        channels = layer.rows["ple_conv"] // taps
+        yield State(0, channels * (taps - 1) * layer.rows["ple_multipliers"])
 
 
 def _describe_delta_net(layer: _Layer, sizes: AxisSizes) -> LayerCache:

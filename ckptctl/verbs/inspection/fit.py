@@ -376,10 +376,11 @@ class _CacheSizes:
     text: Json
 
     def _count_layer_token_bytes(self, layer: LayerCache, ranks: int) -> int:
+        index_dtype = self.model_dtype or self.dtype
+        extra = layer.index_elements * dtypes.get_itemsize(index_dtype) + layer.extra_bytes
         if layer.fp8_bytes and self.dtype == FP8:
-            return layer.fp8_bytes + layer.extra_bytes
-        itemsize = dtypes.get_itemsize(self.dtype)
-        return layer.count_elements(ranks) * itemsize + layer.extra_bytes
+            return layer.fp8_bytes + extra
+        return layer.count_elements(ranks) * dtypes.get_itemsize(self.dtype) + extra
 
     def _count_layer_state_bytes(self, layer: LayerCache, ranks: int) -> int:
         total = 0
