@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -88,50 +89,26 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
         options: GPUs, their division, and requests.
 
     Raises:
-        UsageError: The number of GPUs is not divisible.
+        UsageError: The number of GPUs is not divisible, or experts shall be distributed, but the
+            model has none.
     """
     grid, reasons = _read_grid(options), list[str]()
     sizes_by_key = _measure_weights(stored, model)
     weights = sum(sizes_by_key.values())
     family = families.family(model.model_type) if model.model_type else None
-    layout = _find_layout(family, model)
     text = find_text_config(family, model.config) if family and model.config else model.config or {}
     context = _find_context(options, text, reasons)
     kv_dtype = _find_cache_dtype(options, stored, model.config or {}, text, reasons)
-    uses: list[StageUse] = []
-    division: _Weights | None = None
-    caches: list[LayerCache | None] | None = None
-    if model.is_adapter:
-        reasons.append("the checkpoint is an adapter; inspect its base model, or merge both")
-    elif family is None or layout is None:
-        reasons.append("the model type is unknown, so layers and heads are unknown")
-        if grid.gpus.number == 1:
-            division = _Weights([weights], [None], 0, None)
-    else:
-        matched = model.match_keys(family, layout, model.tensors.keys())
-        sizes: AxisSizes | None = None
-        try:
-            sizes = solve_sizes(family, layout, model, matched)
-        except MappingError as error:
-            reasons.append(f"sizes of the model: {error.what}")
-        try:
-            division = _divide_weights(
-                family, model, matched, sizes or AxisSizes({}, {}), sizes_by_key, grid
-            )
-        except MappingError as error:
-            reasons.append(f"weights per GPU: {error.what}")
-        try:
-            caches = _describe_caches(family, model, matched, sizes) if sizes else None
-        except MappingError as error:
-            reasons.append(f"KV cache: {error.what}")
+    division, caches = _divide_model(model, family, sizes_by_key, grid, reasons)
     cache = (
         _CacheSizes(caches, kv_dtype, _find_model_dtype(model.config or {}, text), text)
         if caches is not None and kv_dtype
         else None
     )
-    for stage in range(grid.stages):
-        layers = division.layers[stage] if division else None
-        uses.append(_describe_stage(stage, division, layers, cache, grid, context, reasons))
+    uses = [
+        _describe_stage(stage, division, cache, grid, context, reasons)
+        for stage in range(grid.stages)
+    ]
     requests, max_context = _count_requests(uses, cache, division, grid, context, reasons)
     is_too_large = any(use.weights is not None and use.weights > grid.gpus.memory for use in uses)
     fits = False if is_too_large else None if requests is None else requests > 0
@@ -158,6 +135,51 @@ def compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
         fits=fits,
         unknown=tuple(dict.fromkeys(reasons)),
     )
+
+
+def _divide_model(
+    model: Model,
+    family: Family | None,
+    sizes_by_key: Mapping[str, int],
+    grid: _Grid,
+    reasons: list[str],
+) -> tuple[_Weights | None, list[LayerCache | None] | None]:
+    """Divide the weights and describe the caches, or add to *reasons* why that is impossible.
+
+    Raises:
+        UsageError: Experts shall be distributed, but the model has none.
+    """
+    layout = _find_layout(family, model)
+    if model.is_adapter:
+        reasons.append("the checkpoint is an adapter; inspect its base model, or merge both")
+        return None, None
+    if family is None or layout is None:
+        reasons.append("the model type is unknown, so layers and heads are unknown")
+        weights = [sum(sizes_by_key.values())]
+        return _Weights(weights, [None], 0, None) if grid.gpus.number == 1 else None, None
+    matched = model.match_keys(family, layout, model.tensors.keys())
+    sizes = division = caches = None
+    try:
+        sizes = solve_sizes(family, layout, model, matched)
+    except MappingError as error:
+        reasons.append(f"sizes of the model: {error.what}")
+    try:
+        division = _divide_weights(
+            family, model, matched, sizes or AxisSizes({}, {}), sizes_by_key, grid
+        )
+    except MappingError as error:
+        reasons.append(f"weights per GPU: {error.what}")
+    if grid.ranks.expert > 1 and division and division.experts == 0:
+        raise UsageError(
+            "the model has no experts to distribute",
+            why=f"{format_option('--ep')} {grid.ranks.expert} applies to mixtures of experts",
+            hint=f"omit {format_option('--ep')}",
+        )
+    try:
+        caches = _describe_caches(family, model, matched, sizes) if sizes else None
+    except MappingError as error:
+        reasons.append(f"KV cache: {error.what}")
+    return division, caches
 
 
 def _find_layout(family: Family | None, model: Model) -> Layout | None:
@@ -242,7 +264,7 @@ def _divide_weights(
     )
     ties = {tie.of: tie.tensor for tie in family.ties}
     tied = ties if grid.stages > 1 and not _has_heads(ties.values(), matched) else {}
-    stages = [Fraction(0)] * grid.stages
+    nbytes_by_share: dict[tuple[int, Fraction], int] = {}
     replicated = experts = 0
     remaining = dict(sizes_by_key)
     for stored, number, key, share in iterate_shares(family, model, matched, sizes, grid.ranks):
@@ -257,11 +279,13 @@ def _divide_weights(
             else {_find_stage(layers, number)}
         )
         for stage in places:
-            stages[stage] += nbytes * share.rank
+            place = stage, share.rank
+            nbytes_by_share[place] = nbytes_by_share.get(place, 0) + nbytes
+    stages = [Fraction(0)] * grid.stages
     stages[0] += sum(remaining.values())
-    return _Weights(
-        [-(-stage.numerator // stage.denominator) for stage in stages], layers, replicated, experts
-    )
+    for (stage, rank), nbytes in nbytes_by_share.items():
+        stages[stage] += nbytes * rank
+    return _Weights(list(map(math.ceil, stages)), layers, replicated, experts)
 
 
 def iterate_shares(
@@ -275,11 +299,16 @@ def iterate_shares(
     total = matched.count_indices().get(LAYERS, 0)
     for group in matched.groups:
         is_in_layer = is_layer_tensor(group.stored.parts[0][0])
+        shares: dict[tuple[tuple[int, ...], int | None], Share] = {}
         for position, key in enumerate(group.keys):
             number = group.columns[LAYERS][position] if is_in_layer else None
-            layer_sizes = get_layer_sizes(family, sizes, model.config, number, total)
             entry = model.tensors[key]
-            share = compute_share(family, group.stored, entry, layer_sizes, ranks)
+            alike = entry.shape, number if family.layer_sizes else None
+            share = shares.get(alike)
+            if share is None:
+                layer_sizes = get_layer_sizes(family, sizes, model.config, number, total)
+                share = compute_share(family, group.stored, entry, layer_sizes, ranks)
+                shares[alike] = share
             yield group.stored, number, key, share
 
 
@@ -443,13 +472,13 @@ class _CacheSizes:
 def _describe_stage(
     stage: int,
     division: _Weights | None,
-    layers: range | None,
     cache: _CacheSizes | None,
     grid: _Grid,
     context: int | None,
     reasons: list[str],
 ) -> StageUse:
     weights = division.stages[stage] if division else None
+    layers = division.layers[stage] if division else None
     count = len(layers) if layers is not None else None
     if cache is None or layers is None:
         return StageUse(count, weights, None, None)

@@ -18,6 +18,7 @@ import pytest
 import ckptctl
 from ckptctl import families
 from ckptctl.errors import UsageError
+from ckptctl.fit.cache import State
 from ckptctl.fit.sharding import find_split_axes
 from ckptctl.verbs.inspection.inspect_options import Gpus, check_tokens, parse_gpus
 from ckptctl.verbs.inspection.inspect_result import Fit
@@ -628,6 +629,52 @@ def test_invalid_tokens_are_errors(value: Any) -> None:
 def test_indivisible_gpus_are_errors(llama: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot be divided"):
         ckptctl.inspect(llama, fit="4x24GB", **options)
+
+
+def test_expert_parallel_size_of_dense_model_is_an_error(llama: Path) -> None:
+    with pytest.raises(UsageError, match="has no experts to distribute"):
+        ckptctl.inspect(llama, fit="4x24GB", ep=2)
+    assert compute(llama, "4x24GB", ep=1).ep == 1
+
+
+def test_states_of_every_rank_are_not_divided() -> None:
+    """Convolutions of keys follow their heads, which are repeated; all others are replicated."""
+    of_keys, of_hidden = State(0, 30, 2), State(0, 50)
+    assert [of_keys.count_elements(ranks) for ranks in (1, 2, 4)] == [60, 30, 30]
+    assert [of_hidden.count_elements(ranks) for ranks in (1, 2, 4)] == [50, 50, 50]
+
+
+INDEXED_CONFIG = {
+    **sizes(2, 64, 96, 8, 4, 16, 128),
+    "model_type": "minimax_m3_vl_text",
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "dense"],
+    "dense_intermediate_size": 96,
+    "index_n_heads": 2,
+    "index_head_dim": 24,
+}
+
+
+def test_keys_of_indexer_are_on_every_rank_in_dtype_of_model(tmp_path: Path) -> None:
+    shapes = gqa(2, 64, 96, 8, 4, 16, 128)
+    for n in range(2):
+        attention = f"model.layers.{n}.self_attn."
+        shapes |= {f"{attention}q_norm.weight": (16,), f"{attention}k_norm.weight": (16,)}
+        del shapes[f"model.layers.{n}.mlp.gate_proj.weight"]
+        del shapes[f"model.layers.{n}.mlp.up_proj.weight"]
+        shapes[f"model.layers.{n}.mlp.gate_up_proj.weight"] = (192, 64)
+    shapes |= {
+        "model.layers.1.self_attn.indexer.q_proj.weight": (48, 64),
+        "model.layers.1.self_attn.indexer.q_norm.weight": (24,),
+        "model.layers.1.self_attn.indexer.k_proj.weight": (24, 64),
+        "model.layers.1.self_attn.indexer.k_norm.weight": (24,),
+    }
+    path = write_headers(tmp_path / "model", shapes, INDEXED_CONFIG)
+    index, token = 24 * 2, 2 * 2 * 4 * 16
+    assert compute(path, "24GB").token_bytes == token * 2 + index
+    assert compute(path, "2x24GB").stages[0].token_bytes == token + index
+    assert compute(path, "24GB", kv_dtype="fp8").token_bytes == token + index
 
 
 def test_options_require_fit(llama: Path) -> None:
