@@ -16,7 +16,7 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import VERDICT_STYLES, Printer, Row
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.tables import Column, StyledText
-from ckptctl.errors import MAX_ALTERNATIVES, StorageError, quote_names
+from ckptctl.errors import MAX_ALTERNATIVES, StorageError, UnsupportedError, quote_names
 from ckptctl.errors import format_command as suggested
 from ckptctl.option_checks import check_location, check_positive
 from ckptctl.options import Argument, Option, Options
@@ -26,6 +26,8 @@ from ckptctl.verbs.inspection.inspect_options import InspectOptions, build_outpu
 if TYPE_CHECKING:
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 
+EXIT_NO_FIT = 1
+"""Exit code if ``--fit`` finds that the model does not fit."""
 MAX_SHOWN_CANDIDATES = 12
 """Maximum number of candidate model types that a terminal shows."""
 MAX_SHOWN_LEAVES = 8
@@ -95,7 +97,8 @@ def inspect(
 ) -> None:
     """Show a checkpoint's contents and whether it is complete.
 
-    Only the index is read, unless --stats is given.
+    Only the index is read, unless --stats is given. With --fit, the exit code is 0 if the model
+    fits, 1 if it does not, and 9 if that is unknown.
     """
     from ckptctl.verbs.inspection import inspect as op
 
@@ -133,6 +136,9 @@ def inspect(
             output.print_hint(f"run {suggested('verify', inspection.path)} for details")
     if inspection.read_failed:
         raise typer.Exit(StorageError.exit_code)
+    if inspection.fit and not inspection.fit.fits:
+        is_known = inspection.fit.fits is not None
+        raise typer.Exit(EXIT_NO_FIT if is_known else UnsupportedError.exit_code)
 
 
 def _print_tensors(

@@ -32,8 +32,8 @@ def folder(fake, tmp_path):
     return tmp_path / "c"
 
 
-def rows(result):
-    assert result.exit_code == 0, result.stderr
+def rows(result, exit_code=0):
+    assert result.exit_code == exit_code, result.stderr
     assert "\x1b" not in result.output
     return [line.split("\t") for line in result.stdout.splitlines()]
 
@@ -384,6 +384,17 @@ def test_fit_prints_limits_of_requests(run, tmp_path):
     assert windows["max_context"] == "unlimited"
     (tmp_path / "m" / "config.json").unlink()
     unknown = dict(
-        row for row in rows(run("inspect", tmp_path / "m", "--fit", "1MB")) if len(row) == 2
+        row for row in rows(run("inspect", tmp_path / "m", "--fit", "1MB"), 9) if len(row) == 2
     )
     assert unknown["max_context"] == "unknown"
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--quiet",)])
+def test_exit_code_of_fit_states_whether_model_fits(run, tmp_path, form):
+    shutil.copytree(DATA / "tiny-llama3-hf", tmp_path / "m")
+    line = ("inspect", tmp_path / "m", *form, "--fit")
+    assert run(*line, "1MB", "--context", "1k").exit_code == 0
+    assert run(*line, "1MB", "--context", "4k").exit_code == 1
+    (tmp_path / "m" / "config.json").unlink()
+    assert run(*line, "1MB", "--context", "1k").exit_code == 9
+    assert run("inspect", tmp_path / "m", *form).exit_code == 0
