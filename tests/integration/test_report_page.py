@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from itertools import cycle
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.verbs.report import page as report_page
@@ -317,6 +318,60 @@ def test_every_control_has_accessible_name(look: Browser, damaged: Path) -> None
     seen = [n for n in nodes if n.get("role", {}).get("value") in roles and not n["ignored"]]
     assert len(seen) > 5
     assert all(node["name"]["value"] for node in seen), seen
+
+
+CUT_OFF = """[...document.querySelectorAll('.scroller thead th, .scroller td')]
+    .filter((cell) => cell.scrollWidth > cell.clientWidth).map((cell) => cell.textContent)"""
+
+
+@pytest.mark.parametrize("width", [390, 680, 800, 1000])
+def test_columns_of_narrow_window_are_readable(
+    look: Browser, tmp_path: Path, data: Path, width: int
+) -> None:
+    sample = data / "tiny-llama3-hf"
+    other = shutil.copytree(sample, tmp_path / "other")
+    for file in other.glob("*.safetensors"):
+        state = {name: value + 1 for name, value in load_file(file).items()}
+        save_file(state, file)
+    compared, sized = tmp_path / "compared.html", tmp_path / "sized.html"
+    ckptctl.report(sample, compared, other=other, movement=True, stats=True)
+    ckptctl.report(sample, sized, fit="2x80GB")
+    look.size(width, 800)
+    for page in (compared, sized):
+        look.open(page)
+        assert look.run(CUT_OFF) == []
+        assert look.run("document.documentElement.scrollWidth") <= width
+    boxes = "[...document.querySelectorAll('.sideways')]"
+    assert look.run(f"{boxes}.map((box) => box.scrollWidth <= box.clientWidth)") == [True, True]
+
+
+def test_sections_and_dialog_are_named_and_bars_are_not_focusable(
+    look: Browser, tmp_path: Path, data: Path
+) -> None:
+    """ARIA spells ``labelledby`` with two l. Bars of a plot are no stops of the Tab key."""
+    sample = data / "tiny-llama3-hf"
+    page = tmp_path / "page.html"
+    ckptctl.report(sample, page, other=sample, movement=True)
+    look.open(page)
+    assert look.run("document.querySelectorAll('[aria-labelledby]').length") > 3
+    focus = "(bar) => { bar.focus(); return document.activeElement === bar; }"
+    bars = look.run(f"[...document.querySelectorAll('#movement .back')].filter({focus}).length")
+    assert bars == 0
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_longest_request_is_unlimited_if_all_layers_have_a_window(
+    look: Browser, tmp_path: Path, data: Path, window: int | None
+) -> None:
+    sample = shutil.copytree(data / "tiny-llama3-hf", tmp_path / "sample")
+    config = json.loads((sample / "config.json").read_text())
+    if window:
+        config |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": window}
+    (sample / "config.json").write_text(json.dumps(config))
+    ckptctl.report(sample, tmp_path / "page.html", fit="1MB")
+    look.open(tmp_path / "page.html")
+    text = look.run("document.getElementById('fit').textContent")
+    assert ("longest requestunlimited" if window else "longest request2,911 tokens") in text
 
 
 def test_movement_and_memory_have_plot_and_tables(

@@ -44,7 +44,7 @@ function styled(node, styles) {
 
 function section(id, title, ...children) {
   const heading = element("h2", { id: `${id}-title` }, title);
-  const found = element("section", { id, "aria-labeledby": `${id}-title` }, heading, ...children);
+  const found = element("section", { id, "aria-labelledby": `${id}-title` }, heading, ...children);
   document.getElementById("sections").append(found);
   const link = element("a", { href: `#${id}` }, title);
   document.getElementById("contents").append(link);
@@ -75,6 +75,8 @@ function showTip(lines, x, y) {
 function withTip(node, lines) {
   node.addEventListener("pointermove", (event) => showTip(lines(), event.clientX, event.clientY));
   node.addEventListener("pointerleave", () => (tip.hidden = true));
+  // A listener for the focus would make a shape a stop of the Tab key.
+  if (node instanceof SVGElement) return node;
   node.addEventListener("focus", () => {
     if (!node.matches(":focus-visible")) return;
     const box = node.getBoundingClientRect();

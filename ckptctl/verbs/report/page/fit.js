@@ -6,6 +6,8 @@ function fit(report) {
   const size = (value) => (value === null ? "unknown" : bytes(value));
   const count = (value) => (value === null ? "unknown" : grouped(value));
   const answer = found.fits === null ? "It is unknown whether the model fits." : found.fits ? "The model fits." : "The model does not fit.";
+  const sizes = found.stages.flatMap((stage) => [stage.weights, stage.token_bytes]);
+  const unlimited = found.max_context === null && !sizes.includes(null);
   const facts = [
     ["GPUs", `${grouped(found.gpus)} × ${bytes(found.memory)}`],
     ["parallel", ["tp", "pp", "ep", "dp"].map((name) => `${name} ${found[name]}`).join(", ")],
@@ -15,7 +17,7 @@ function fit(report) {
     ["cache per token", size(found.token_bytes)],
     ["cache per request", size(found.request_bytes)],
     ["requests that fit", count(found.requests)],
-    ["longest request", count(found.max_context)],
+    ["longest request", unlimited ? "unlimited" : found.max_context === null ? "unknown" : counted(found.max_context, "token")],
   ];
   const stages = plainTable("Memory of each GPU", ["stage", "layers", "weights", "cache per token", "cache per request"],
     found.stages.map((stage, number) => [String(number), count(stage.layers), size(stage.weights), size(stage.token_bytes), size(stage.request_bytes)]));
@@ -30,5 +32,6 @@ function plainTable(caption, titles, rows) {
   const cell = (value, index) => (index === 0 ? element("th", { scope: "row" }, value) : element("td", { class: "number" }, value));
   const heads = titles.map((title, index) => element("th", { scope: "col", class: index ? "number" : null }, title));
   const body = rows.map((row) => element("tr", {}, row.map(cell)));
-  return element("table", { class: "plain" }, element("caption", {}, caption), element("thead", {}, element("tr", {}, heads)), element("tbody", {}, body));
+  const table = element("table", { class: "plain" }, element("caption", {}, caption), element("thead", {}, element("tr", {}, heads)), element("tbody", {}, body));
+  return element("div", { class: "sideways" }, table);
 }
