@@ -47,7 +47,7 @@ ROOMS = {
     "training": ("ckptctl.save_load", "ckptctl.distributed"),
     "cli": (
         *("ckptctl.__init__", "ckptctl.__main__", "ckptctl.api", "ckptctl.cli"),
-        "ckptctl.plugins",
+        *("ckptctl.plugins", "ckptctl.pre_commit"),
     ),
     "integrations": ("ckptctl.integrations",),
 }

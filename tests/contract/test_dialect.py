@@ -84,7 +84,7 @@ def unspelled() -> Iterator[tuple[str, str]]:
 def test_messages_spell_options_only_through_spell_option() -> None:
     described = (
         *("formats/hf_rank_shards.py", "formats/dcp_rank_local.py"),
-        "integrations/pre_commit.py",  # the command line that it runs
+        "pre_commit.py",  # the command line that it runs
     )
     left = {place: text for place, text in unspelled() if not place.startswith(described)}
     assert not left, "name the option with `format_option`"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.integrations import pre_commit
+from ckptctl import pre_commit
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILES = tuple(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
@@ -53,6 +53,20 @@ def test_hook_names_an_existing_program() -> None:
     text = Path(".pre-commit-hooks.yaml").read_text()
     (entry,) = (line for line in text.splitlines() if line.strip().startswith("entry:"))
     assert entry.split()[1:] == ["python", "-m", pre_commit.__name__]
+
+
+def test_hook_needs_no_torch(tracked: Path) -> None:
+    """pre-commit installs ckptctl without extras into an environment of its own."""
+    program = f"runpy.run_module({pre_commit.__name__!r}, run_name='__main__')"
+    code = f"import runpy, sys; sys.modules['torch'] = None; {program}"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tracked / FILES[0])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "complete" in result.stdout
 
 
 def test_hf_runs_the_extension(tmp_path: Path) -> None:
