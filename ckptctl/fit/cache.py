@@ -10,6 +10,9 @@ tensors of a layer    elements per token                        elements per req
 ``kv_a``              rows of ``kv_a`` (latent and rotary key)  -
 ``kv_b`` alone        - (the latent of an earlier layer)        -
 ``index_k``           rows of ``index_k`` and ``index_gate``    -
+``kv``                rows of ``kv``, in a window               -
+``comp_kv``           rows of ``kv`` and ``index_norm`` for     rows of ``comp_kv`` and
+                      each group of tokens                      ``comp_gate`` of an open group
 ``linear_conv_*``     -                                         channels x (taps - 1), and key
                                                                 dimension x rows of values
 ``mamba_conv*``       -                                         channels x (taps - 1), and
@@ -55,6 +58,7 @@ from ckptctl.units import pluralize
 FULL, SLIDING, CHUNKED = "full attention", "sliding window", "chunked attention"
 LATENT, LINEAR = "latent attention", "linear attention"
 STATE_SPACE, CONVOLUTION = "state space", "convolution"
+COMPRESSED = "attention compressed"
 
 INDEXED_TYPES = ("indexed_attention", "minimax_m3_sparse")
 FULL_TYPES = (FULL_ATTENTION, "attention", "hybrid", *INDEXED_TYPES)
@@ -86,8 +90,8 @@ ATTENTION_WORDS = {
     *("post", "vision", "attn", "ffn", "hc", "scale", "attention", "relative", "index"),
 }
 """First words of names of tensors of layers with a cache that is described."""
-UNKNOWN_NAMES = ("kv",)
-"""Names of tensors of layers with an unsupported cache."""
+COMPRESSOR_WORD, COMPRESSOR = "comp", ("comp_kv", "comp_gate", "comp_place", "comp_norm")
+"""First word of names of tensors that compress groups of tokens, and the complete set of them."""
 INDEX_NAMES = ("index_k", "index_gate")
 """Tensors of an indexer that compute what it caches: keys, and gates by which it joins them."""
 HEAD_CONVOLUTIONS, HIDDEN_CONVOLUTIONS = ("k_conv", "v_conv"), ("conv_1", "conv_2")
@@ -132,6 +136,21 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedTokens:
+    """Cache of groups of tokens, of which each has one entry.
+
+    Attributes:
+        tokens: Number of tokens of a group.
+        elements: Elements of an entry.
+        index_elements: Elements of an entry of the indexer, in the dtype of the model.
+    """
+
+    tokens: int
+    elements: int
+    index_elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCache:
     """Cache of one layer.
 
@@ -144,6 +163,7 @@ class LayerCache:
         states: States per request.
         index_elements: Elements per token of an indexer, which every rank has in the dtype of the
             model.
+        compressed: Cache of groups of tokens next to that of single ones, or None.
         extra_bytes: Bytes per token that do not depend on any dtype.
         fp8_bytes: Bytes per token with an fp8 cache, if they are not those of *elements*.
     """
@@ -154,6 +174,7 @@ class LayerCache:
     window: int | None = None
     states: tuple[State, ...] = ()
     index_elements: int = 0
+    compressed: CompressedTokens | None = None
     extra_bytes: int = 0
     fp8_bytes: int = 0
 
@@ -401,10 +422,12 @@ def _reuses_latent(layer: _Layer) -> bool:
 def _require_known_tensors(layer: _Layer, *, is_cached: bool) -> None:
     """Raise if a tensor of the layer may belong to a cache that is not described."""
     known_words = UNCACHED_WORDS | (ATTENTION_WORDS if is_cached else set())
-    if not layer.rows.keys() & set(INDEX_NAMES):
+    if layer.rows.keys().isdisjoint(INDEX_NAMES):
         known_words -= {"index"}
+    if layer.rows.keys() >= set(COMPRESSOR):
+        known_words |= {COMPRESSOR_WORD}
     unknown = [name for name in layer.rows if name.partition("_")[0] not in known_words]
-    for name in [*(name for name in UNKNOWN_NAMES if name in layer.rows), *unknown]:
+    for name in unknown:
         key = layer.leaves[name].key.text
         raise UnknownCacheError(f"the cache of layers with `{key}` is not supported")
 
@@ -419,6 +442,8 @@ def _iterate_caches(
     rows = layer.rows
     if "kv_a" in rows:
         yield _describe_latent(family, layer)
+    if "kv" in rows:
+        yield _describe_compressed(layer, text)
     if "k" in rows or "qkv" in rows:
         if window is None:
             raise UnknownCacheError("`layer_types` contradicts the tensors of a layer")
@@ -474,6 +499,37 @@ def _describe_latent(family: Family, layer: _Layer) -> LayerCache:
     latent = layer.rows["kv_a_norm"]
     fp8_bytes = latent + -(-latent // INDEXER_BLOCK) * SCALE_BYTES + 2 * (width - latent)
     return LayerCache(LATENT, width, extra_bytes=indexer_bytes, fp8_bytes=fp8_bytes)
+
+
+def _describe_compressed(layer: _Layer, text: Json) -> LayerCache:
+    """Describe DeepSeek-V4's attention: a window of tokens, and compressed groups of all tokens.
+
+    Keys are also values. Until a group is complete, the inputs of its entry are a state. If the
+    groups overlap, which doubles the inputs, half of those of the last group are another one.
+    """
+    rows, shapes = layer.rows, layer.shapes
+    width, window = rows["kv"], _read_count(text, WINDOW_FIELDS)
+    if "comp_place" not in rows:
+        return LayerCache(SLIDING, width, window=window)
+    tokens = shapes["comp_place"][0]
+    index = rows.get("index_norm", 0)
+    if index and shapes["index_place"][0] != tokens:
+        raise UnknownCacheError("the indexer compresses another number of tokens")
+    inputs = rows["comp_kv"] + rows["comp_gate"]
+    index_inputs = rows["index_kv"] + rows["index_gate"] if index else 0
+    elements = (tokens - 1) * (inputs + index_inputs)
+    elements += sum(
+        tokens * inputs // 2
+        for size, inputs in ((width, inputs), (index, index_inputs))
+        if inputs > 2 * size
+    )
+    return LayerCache(
+        f"{COMPRESSED} {tokens}:1",
+        width,
+        window=window,
+        states=(State(0, elements),),
+        compressed=CompressedTokens(tokens, width, index),
+    )
 
 
 def _get_taps(layer: _Layer, name: str, sizes: AxisSizes, axis: str = "taps") -> int:

@@ -12,6 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.errors import CkptError, MappingError, UsageError, format_option
 from ckptctl.fit.cache import (
+    CompressedTokens,
     LayerCache,
     describe_layers,
     find_text_config,
@@ -404,12 +405,21 @@ class _CacheSizes:
     model_dtype: str | None
     text: Json
 
+    @property
+    def index_dtype(self) -> str:
+        """Dtype of the cache of indexers."""
+        return self.model_dtype or self.dtype
+
     def _count_layer_token_bytes(self, layer: LayerCache, ranks: int) -> int:
-        index_dtype = self.model_dtype or self.dtype
-        extra = layer.index_elements * dtypes.get_itemsize(index_dtype) + layer.extra_bytes
+        index_bytes = layer.index_elements * dtypes.get_itemsize(self.index_dtype)
+        extra = index_bytes + layer.extra_bytes
         if layer.fp8_bytes and self.dtype == FP8:
             return layer.fp8_bytes + extra
         return layer.count_elements(ranks) * dtypes.get_itemsize(self.dtype) + extra
+
+    def _count_entry_bytes(self, compressed: CompressedTokens) -> int:
+        index_bytes = compressed.index_elements * dtypes.get_itemsize(self.index_dtype)
+        return compressed.elements * dtypes.get_itemsize(self.dtype) + index_bytes
 
     def _count_layer_state_bytes(self, layer: LayerCache, ranks: int) -> int:
         total = 0
@@ -423,20 +433,30 @@ class _CacheSizes:
 
     def count_token_bytes(self, numbers: Iterable[int], ranks: int) -> int:
         """Count the bytes per token of layers on one rank, before any window is full."""
-        return sum(self._count_layer_token_bytes(layer, ranks) for layer in self._select(numbers))
+        total = 0
+        for layer in self._select(numbers):
+            total += self._count_layer_token_bytes(layer, ranks)
+            if group := layer.compressed:
+                total += -(-self._count_entry_bytes(group) // group.tokens)
+        return total
 
     def count_request_bytes(self, numbers: Iterable[int], ranks: int, context: int) -> int:
         """Count the bytes of layers on one rank for a request of *context* tokens."""
-        return sum(
-            self._count_layer_token_bytes(layer, ranks) * min(context, layer.window or context)
-            + self._count_layer_state_bytes(layer, ranks)
-            for layer in self._select(numbers)
-        )
+        total = 0
+        for layer in self._select(numbers):
+            tokens = min(context, layer.window or context)
+            total += self._count_layer_token_bytes(layer, ranks) * tokens
+            total += self._count_layer_state_bytes(layer, ranks)
+            if group := layer.compressed:
+                total += context // group.tokens * self._count_entry_bytes(group)
+        return total
 
     def find_largest_context(self, numbers: Sequence[int], ranks: int, free: int) -> int | None:
         """Return the largest context of one request, or None if it is unlimited."""
         layers = list(self._select(numbers))
-        grows = any(layer.window is None and layer.elements for layer in layers)
+        grows = any(
+            layer.compressed or (layer.window is None and layer.elements) for layer in layers
+        )
         low, high = 0, max([1, *(layer.window for layer in layers if layer.window)])
         while self.count_request_bytes(numbers, ranks, high) <= free:
             if not grows:

@@ -22,6 +22,7 @@ from ckptctl.fit.cache import State
 from ckptctl.fit.sharding import find_split_axes
 from ckptctl.verbs.inspection.inspect_options import Gpus, check_tokens, parse_gpus
 from ckptctl.verbs.inspection.inspect_result import Fit
+from tests.checkpoints.golden import Golden
 
 Shapes = Mapping[str, tuple[int, ...]]
 GIB = 1 << 30
@@ -675,6 +676,29 @@ def test_keys_of_indexer_are_on_every_rank_in_dtype_of_model(tmp_path: Path) -> 
     assert compute(path, "24GB").token_bytes == token * 2 + index
     assert compute(path, "2x24GB").stages[0].token_bytes == token + index
     assert compute(path, "24GB", kv_dtype="fp8").token_bytes == token + index
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 47, 1000])
+def test_compressed_tokens_of_deepseek_v4_are_counted_by_group(tmp_path: Path, tokens: int) -> None:
+    """One layer has a window only, two also compress by 4 with an indexer, and one by 8."""
+    golden = Golden.read("deepseek_v4")
+    width, index = golden.config["head_dim"], golden.config["index_head_dim"]
+    path = golden.save(tmp_path / "model")
+    fit = compute(path, "1GB", context=tokens, kv_dtype="fp32")
+    window = 4 * width * min(tokens, golden.config["sliding_window"])
+    entries = tokens // 4 * 2 * (width + index) + tokens // 8 * width
+    overlapping = 2 * (3 * 4 + 4 * 2) * (width + index)  # open group, and half of the last one
+    assert fit.request_bytes == 4 * (window + entries + overlapping + 7 * 2 * width)
+    both = compute(path, "2x1GB", context=tokens, kv_dtype="fp32")
+    assert both.stages[0].request_bytes == fit.request_bytes
+    assert fit.max_context and fit.requests
+
+
+def test_layers_that_reuse_a_latent_cache_nothing(tmp_path: Path) -> None:
+    golden = Golden.read("mistral_large4")
+    fit = compute(golden.save(tmp_path / "model"), "1GB", context=10, kv_dtype="fp32")
+    assert fit.cache and sum(use.layers for use in fit.cache) == 3
+    assert golden.config["text_config"]["num_hidden_layers"] == 4
 
 
 def test_options_require_fit(llama: Path) -> None:
