@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import Json, Quiet, RunOptions, command
 from ckptctl.cli.convert import make_plan, run_or_show_plan, warn_out_of_range
-from ckptctl.cli.output import Printer, Row
+from ckptctl.cli.output import Printer, Row, format_by_reason
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import join_ranks, make_rank_printer
 from ckptctl.option_checks import check_location, check_locations, check_new_location
@@ -61,7 +61,8 @@ def make(
     """Store the difference between two checkpoints of one model.
 
     OUT stores the changed elements, and digests of all tensors of BASE and NEW. BASE and NEW may
-    have different formats and layouts, and neither is changed. Optimizer state is not included.
+    have different formats and layouts, and neither is changed. Optimizer state is not included, and
+    listed as skipped.
     """
     from ckptctl.verbs.deltas.make import DeltaMaker
 
@@ -110,6 +111,10 @@ def apply(
         f"{pluralize(len(plan.deltas), 'delta')} · {pluralize(plan.changed, 'tensor')} changed · "
         f"{plan.base_sha256[:12]} → {plan.result_sha256[:12]}"
     )
+    shown = {**plan.conversion.left_out, **plan.conversion.not_carried}
+    stated = {name: why for name, why in plan.delta_left_out.items() if name not in shown}
+    for note in format_by_reason("not in the deltas", stated):
+        output.print_note(note)
     if not run.dry_run:
         with show_progress(
             output, "checking", plan.checked_bytes, "checked", lambda: "loading torch"
@@ -143,6 +148,8 @@ def verify(
         output, "checking", check.nbytes, "checked", lambda: "loading torch"
     ) as advance:
         result = check.run(advance or (lambda _: None))
+    for note in format_by_reason("skipped", result.left_out):
+        output.print_note(note)
     output.print_answer(
         "delta verify",
         result,
@@ -182,7 +189,7 @@ def squash(
 
 
 def _show_delta(output: Printer, name: str, result: DeltaResult, out: TreePath) -> None:
-    for note in result.notes:
+    for note in (*format_by_reason("skipped", result.left_out), *result.notes):
         output.print_note(note)
     output.print_answer(
         name,
@@ -204,6 +211,7 @@ def _list_delta_rows(result: DeltaResult) -> Iterator[Row]:
     yield from (("added", name) for name in result.added)
     yield from (("removed", name) for name in result.removed)
     yield from (("asset", name) for name in result.assets)
+    yield from (("left_out", name, why) for name, why in result.left_out.items())
 
 
 def _list_verification_rows(result: DeltaVerification) -> Iterator[Row]:
@@ -214,6 +222,7 @@ def _list_verification_rows(result: DeltaVerification) -> Iterator[Row]:
     yield "changed", result.changed
     yield "base_sha256", result.base_sha256
     yield "result_sha256", result.result_sha256
+    yield from (("left_out", name, why) for name, why in result.left_out.items())
 
 
 def _show_verification(output: Printer, result: DeltaVerification) -> None:

@@ -185,9 +185,7 @@ class _TensorOrigins:
             # A tensor that is not in the source may be computed, or nested in a leaf.
             origins = {name}
             if name not in self._source.tensors:
-                computed = self._catalog.computed
-                stored = (extent for extent in entry.extents if extent.file not in computed)
-                origins = {self._find_storing_tensor(extent) or name for extent in stored}
+                origins = {stored or name for stored in self._iterate_storing_tensors(entry)}
             if self._catalog.computed:
                 origins.update(self._iterate_inputs(entry))
             self._known[key] = frozenset(origins)
@@ -197,6 +195,14 @@ class _TensorOrigins:
         """Return the number of elements of *name*, a tensor returned by :meth:`find_origins`."""
         filled_entry = self._catalog.tensors.get(name.removeprefix("/"))
         return self._source.tensors.get(name, filled_entry or _EMPTY_ENTRY).numel
+
+    def _iterate_storing_tensors(self, entry: TensorEntry) -> Iterator[str | None]:
+        """Yield the source tensor of each extent of *entry* that is not computed, or None."""
+        computed = self._catalog.computed
+        return map(
+            self._find_storing_tensor,
+            (extent for extent in entry.extents if extent.file not in computed),
+        )
 
     def _find_storing_tensor(self, extent: Extent) -> str | None:
         """Return the source tensor whose byte range contains the start of *extent*, or None."""
@@ -221,12 +227,13 @@ class _TensorOrigins:
         )
         for computed in filter(None, computed_tensors):
             for input_tensor in computed.inputs:
-                if (
-                    input_tensor.root == self._source.root
-                    and input_tensor.entry.name in self._source.tensors
-                ):
-                    yield input_tensor.entry.name
-                yield from self._iterate_inputs(input_tensor.entry)
+                read = input_tensor.entry
+                if input_tensor.root == self._source.root:
+                    if read.name in self._source.tensors:
+                        yield read.name
+                    else:
+                        yield from filter(None, self._iterate_storing_tensors(read))
+                yield from self._iterate_inputs(read)
 
 
 class _TensorGroups:

@@ -130,6 +130,8 @@ class DeltaManifest(Schema):
         result_sha256: Digest of all tensors of the result.
         tensors: All tensors of base and result, by name.
         files: All other files of the delta, by relative path.
+        left_out: Values and files of the new checkpoint that the delta does not include, such as
+            optimizer state, by reason.
         sha256: Digest of the manifest without this field.
     """
 
@@ -142,6 +144,7 @@ class DeltaManifest(Schema):
     files: dict[str, FileRecord]
     model_type: str | None = None
     layout: str | None = None
+    left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sha256: str = field(default="", compare=False)
 
     @property
@@ -159,6 +162,11 @@ class DeltaManifest(Schema):
         """Names of the configuration and tokenizer files that the delta carries."""
         prefix = f"{ASSETS_FOLDER}/"
         return [name.removeprefix(prefix) for name in self.files if name.startswith(prefix)]
+
+    @property
+    def left_out_reasons(self) -> dict[str, str]:
+        """Reason for each value or file that the delta does not include, by name."""
+        return {name: why for why, names in self.left_out.items() for name in names}
 
     def encode(self) -> bytes:
         """Encode the manifest as JSON, with its own digest."""

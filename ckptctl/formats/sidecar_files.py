@@ -227,14 +227,21 @@ def may_be_sidecar_file(name: str) -> bool:
     )
 
 
-def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
-    """Yield one note for each reason in *others*, with the files that are not copied for it.
+def select_skipped_files(others: Mapping[str, str]) -> dict[str, str]:
+    """Return *others* without folders next to a single weight file.
 
-    Folders next to a single weight file are omitted, because they do not belong to the model.
+    Those do not belong to the model.
     """
-    skipped = {
-        n: why for n, why in others.items() if why != NOT_MODEL_FOLDER or not n.endswith("/")
+    return {
+        name: why
+        for name, why in others.items()
+        if why != NOT_MODEL_FOLDER or not name.endswith("/")
     }
+
+
+def list_skipped_file_notes(others: Mapping[str, str]) -> Iterator[str]:
+    """Yield one note for each reason in *others*, with the files that are not copied for it."""
+    skipped = select_skipped_files(others)
     for why in dict.fromkeys(skipped.values()):
         names = [name for name, reason in skipped.items() if reason == why]
         more = "" if why == OUTSIDE_LINK else f"; pass {format_option('--carry GLOB')} to copy them"

@@ -242,6 +242,75 @@ def test_fp32_weights_of_a_trainer_are_cast_with_dtype(tmp_path: Path, base: Pat
     assert not (tmp_path / "lost").exists()
 
 
+def save_training_state(folder: Path, state: State, step: int) -> Path:
+    moments = {
+        name: {"exp_avg": torch.full_like(tensor, step), "step": torch.tensor(step)}
+        for name, tensor in state.items()
+    }
+    optimizer = {"state": moments, "param_groups": [{"lr": 1e-5}]}
+    save_dcp(folder, {"model": state, "optimizer": optimizer, "epoch": step})
+    return folder
+
+
+def test_optimizer_state_is_reported_as_left_out(tmp_path: Path, base: Path) -> None:
+    before = save_training_state(tmp_path / "before", read(base), 1)
+    new = trained(read(base), 1)
+    after = save_training_state(tmp_path / "after", new, 2)
+    folder = tmp_path / "delta"
+    made = delta.make(before, after, folder, model_type="llama3")
+    expected = {
+        *(f"optimizer.state.{name}.{key}" for name in new for key in ("exp_avg", "step")),
+        *("optimizer.param_groups.0.lr", "epoch"),
+    }
+    assert made.left_out == dict.fromkeys(made.left_out, "not part of the model")
+    assert made.left_out.keys() == expected
+    manifest = json.loads((folder / "ckptctl.delta.json").read_text())
+    assert {*manifest["left_out"]["not part of the model"]} == expected
+    assert delta.verify(folder).left_out.keys() == expected
+    plan = delta.plan(before, folder, tmp_path / "out", model_type="llama3")
+    assert plan.conversion.left_out.keys() == plan.delta_left_out.keys() == expected
+    assert plan.conversion.summary.left_out == 2 * len(new)
+    # A base without optimizer state leaves out nothing itself.
+    plan = delta.plan(base, folder, tmp_path / "out")
+    assert not plan.conversion.left_out
+    assert plan.delta_left_out.keys() == expected
+    second = save_training_state(tmp_path / "second", trained(new, 2), 3)
+    delta.make(after, second, tmp_path / "next", model_type="llama3")
+    squashed = delta.squash([folder, tmp_path / "next"], tmp_path / "squashed")
+    assert squashed.left_out.keys() == expected
+    for arguments, note in (
+        (["make", str(base), str(after), str(tmp_path / "made")], "skipped, not part of"),
+        (["verify", str(folder)], "skipped, not part of the model"),
+        (["apply", str(base), str(folder), str(tmp_path / "out")], "not in the deltas, not"),
+        (
+            ["apply", str(before), str(folder), str(tmp_path / "dcp"), "--model-type", "llama3"],
+            "note: skipped, not part of the model",
+        ),
+    ):
+        result = CliRunner().invoke(app, ["delta", *arguments])
+        assert result.exit_code == 0, result.output
+        assert note in result.stderr
+        assert result.stderr.count("under `optimizer`, `epoch`") == 1
+
+
+def test_files_of_a_trainer_are_reported_as_left_out(tmp_path: Path, base: Path) -> None:
+    new = save(tmp_path / "checkpoint-2", trained(read(base), 1))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"state": {}}, new / name)
+    (new / "trainer_state.json").write_text('{"global_step": 2}')
+    made = delta.make(base, new, tmp_path / "delta")
+    assert made.left_out == dict.fromkeys(
+        ["optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"],
+        "unknown kind of file",
+    )
+    (new / "generation_config.json").write_text("{}")
+    published = delta.make(base, new, tmp_path / "weight_v000001", weight_version=1)
+    assert published.left_out == {
+        **made.left_out,
+        "generation_config.json": "a weight update has no such files",
+    }
+
+
 def test_options_of_convert_apply_to_the_result(tmp_path: Path, base: Path) -> None:
     new = trained(read(base), 2)
     delta.make(base, save(tmp_path / "new", new), tmp_path / "delta")

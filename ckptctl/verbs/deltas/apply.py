@@ -20,6 +20,7 @@ from ckptctl.conversion.destinations import (
     require_writable_format,
 )
 from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.plan import Reasons
 from ckptctl.conversion.recognition.model import ModelDescription
 from ckptctl.errors import MappingError, format_option
 from ckptctl.formats.delta import ASSETS_FOLDER
@@ -50,6 +51,13 @@ class DeltaApplyPlan(Result):
     changed: Annotated[int, JsonField("number of tensors that the deltas change or add")]
     base_sha256: Annotated[str, JsonField("digest of the tensors of the base")]
     result_sha256: Annotated[str, JsonField("digest of the tensors of the result")]
+    delta_left_out: Annotated[
+        Reasons,
+        JsonField(
+            "values and files of the result that the deltas do not include, such as optimizer "
+            "state, by name"
+        ),
+    ]
     chain: Chain
     canonical: CanonicalCheckpoint
 
@@ -111,6 +119,7 @@ def plan_apply(
         changed=sum(1 for item in chain.tensors.values() if item.patches),
         base_sha256=chain.deltas[0].manifest.base_sha256,
         result_sha256=chain.result_sha256,
+        delta_left_out=chain.deltas[-1].manifest.left_out_reasons,
         chain=chain,
         canonical=canonical,
     )
@@ -166,6 +175,7 @@ class DeltaStep:
             if alias := resolved.record.alias_of:
                 tensors[name] = replace(tensors[alias], name=name, path=(name,), alias_of=alias)
         ordered = {name: tensors[name] for name in self._chain.tensors}
+        draft.notes.explain("skipped", self._base.left_out_values)
         draft = self._replace_assets(draft)
         result = replace(
             catalog,

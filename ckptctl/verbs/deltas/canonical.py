@@ -24,6 +24,7 @@ from ckptctl.conversion.proofs import find_lost_data
 from ckptctl.conversion.steps import select_steps
 from ckptctl.conversion.transfers import build_target_tensor
 from ckptctl.errors import MappingError, UnsupportedError
+from ckptctl.formats.sidecar_files import select_skipped_files
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.files import Readable
@@ -34,6 +35,8 @@ from ckptctl.tree import TreePath
 
 WINDOW_BYTES = 4 << 20
 """Number of bytes of a tensor that a thread reads at a time."""
+TRAINING_STATE = "not part of the model"
+"""Reason why optimizer state and other training state is left out."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -62,6 +65,22 @@ class CanonicalCheckpoint:
     def layout(self) -> str | None:
         """Layout of the tensors, or None if it is unknown."""
         return self.draft.change.target_layout
+
+    @property
+    def left_out_values(self) -> dict[str, str]:
+        """Tensors and values without a canonical tensor, such as optimizer state, with reasons."""
+        draft = self.draft
+        skipped = draft.notes.get_reasons("skipped")
+        return {
+            **draft.notes.get_reasons("dropped"),
+            **skipped,
+            **{name: TRAINING_STATE for name in draft.selection.rest if name in skipped},
+        }
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Values and files that are not among the tensors or sidecar files, with reasons."""
+        return {**self.left_out_values, **select_skipped_files(self.draft.assets.others)}
 
     def require_nothing_lost(self) -> None:
         """Raise if the canonical layout would lose data that is not redundant."""

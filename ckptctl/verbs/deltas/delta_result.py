@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ckptctl.conversion.plan import Reasons
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 
@@ -36,6 +37,13 @@ class DeltaResult(Result):
     compression: Annotated[str, JsonField("`zstd` or `deflate`")]
     nbytes: Annotated[int, JsonField("size of the delta", name="bytes")]
     full_bytes: Annotated[int, JsonField("size of the tensors of the result")]
+    left_out: Annotated[
+        Reasons,
+        JsonField(
+            "values and files of the result that the delta does not include, such as optimizer "
+            "state, by name"
+        ),
+    ]
     seconds: Annotated[float, JsonField("elapsed time")] = 0.0
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
     notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
@@ -55,4 +63,11 @@ class DeltaVerification(Result):
     base_sha256: Annotated[str, JsonField("digest of the tensors of the base")]
     result_sha256: Annotated[str, JsonField("digest of the tensors of the result")]
     nbytes: Annotated[int, JsonField("size of the deltas", name="bytes")]
+    left_out: Annotated[
+        Reasons,
+        JsonField(
+            "values and files of the result that the deltas do not include, such as optimizer "
+            "state, by name"
+        ),
+    ]
     seconds: Annotated[float, JsonField("elapsed time")] = 0.0

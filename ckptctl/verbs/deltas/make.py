@@ -200,11 +200,8 @@ class DeltaMaker:
         for checkpoint in (self._base, self._new):
             checkpoint.require_nothing_lost()
         codec = BlockCodec.load(self._options.compression or choose_codec())
-        base, new = self._base.catalog.tensors, self._new.catalog.tensors
-        names = list(dict.fromkeys([*new, *base]))
-        stored = {*select_stored(base), *select_stored(new)}
-        losses: dict[str, OutOfRange] = {}
-        changes: dict[str, TensorChange] = {}
+        version = self._options.weight_version
+        left_out = self._new.left_out
         with ExitStack() as stack:
             stage = stack.enter_context(
                 stage_output(
@@ -213,43 +210,19 @@ class DeltaMaker:
                     is_checkpoint=REPLACEABLE_DELTA,
                 )
             )
-            readers = tuple(
-                stack.enter_context(open_catalog_reader(item.catalog))
-                for item in (self._base, self._new)
-            )
-            version = self._options.weight_version
             writer = DeltaWriter(stage.data) if version is None else PublishedWriter(stage.data)
-            published = stack.enter_context(source_files(self.sources[1]))
             stack.callback(writer.close)
-
-            def compare(name: str) -> _Comparison:
-                return self._compare(name, readers, published, stage.data, codec, stack)
-
-            selected = [name for name in names if name in stored]
-            for name, compared in map_in_threads(compare, selected, self._options.jobs):
-                file = None
-                if compared.payload is not None:
-                    if isinstance(compared.payload, XorPayload):
-                        assert isinstance(writer, PublishedWriter)
-                        writer.checksums[name] = compared.payload.checksum
-                    file = writer.add_payload(name, compared.payload.iterate_content())
-                changes[name] = TensorChange(compared.base, compared.new, file)
-                if compared.loss:
-                    losses[name] = compared.loss
-                progress(compared.nbytes)
-            if not self._options.allow_overflow:
-                require_in_range(
-                    losses, f"pass {format_option('--allow-overflow')} to store them anyway"
-                )
-            self._add_tied(changes, names)
+            changes, losses = self._add_payloads(writer, codec, stack, progress)
             writer.finish_payloads()
-            changed_assets = self._read_changed_assets() if version is None else {}
-            for name, content in changed_assets.items():
-                writer.add_asset(name, content)
+            for name, content in self._read_changed_assets().items():
+                if version is None:
+                    writer.add_asset(name, content)
+                else:
+                    left_out[name] = "a weight update has no such files"
             for checkpoint in (self._base, self._new):
                 checkpoint.require_unchanged()
             manifest = build_manifest(
-                changes, writer, codec.name, self._new.model_type, self._new.layout
+                changes, writer, codec.name, self._new.model_type, self._new.layout, left_out
             )
             if isinstance(writer, PublishedWriter):
                 payloads = {name: item.file for name, item in changes.items() if item.file}
@@ -266,6 +239,50 @@ class DeltaMaker:
             out_of_range=losses,
             notes=tuple(stage.notes),
         )
+
+    def _add_payloads(
+        self, writer: DeltaWriter, codec: BlockCodec, stack: ExitStack, progress: Advance
+    ) -> tuple[dict[str, TensorChange], dict[str, OutOfRange]]:
+        """Compare all tensors, and add the payloads of those that differ to *writer*.
+
+        Returns:
+            State of all tensors before and after, and elements lost in casts, by tensor name.
+
+        Raises:
+            RefusedError: A cast loses elements, and that is not allowed.
+        """
+        base, new = self._base.catalog.tensors, self._new.catalog.tensors
+        names = list(dict.fromkeys([*new, *base]))
+        stored = {*select_stored(base), *select_stored(new)}
+        readers = tuple(
+            stack.enter_context(open_catalog_reader(item.catalog))
+            for item in (self._base, self._new)
+        )
+        published = stack.enter_context(source_files(self.sources[1]))
+
+        def compare(name: str) -> _Comparison:
+            return self._compare(name, readers, published, writer.folder, codec, stack)
+
+        losses: dict[str, OutOfRange] = {}
+        changes: dict[str, TensorChange] = {}
+        selected = [name for name in names if name in stored]
+        for name, compared in map_in_threads(compare, selected, self._options.jobs):
+            file = None
+            if compared.payload is not None:
+                if isinstance(compared.payload, XorPayload):
+                    assert isinstance(writer, PublishedWriter)
+                    writer.checksums[name] = compared.payload.checksum
+                file = writer.add_payload(name, compared.payload.iterate_content())
+            changes[name] = TensorChange(compared.base, compared.new, file)
+            if compared.loss:
+                losses[name] = compared.loss
+            progress(compared.nbytes)
+        if not self._options.allow_overflow:
+            require_in_range(
+                losses, f"pass {format_option('--allow-overflow')} to store them anyway"
+            )
+        self._add_tied(changes, names)
+        return changes, losses
 
     def _compare(
         self,
@@ -406,8 +423,15 @@ def build_manifest(
     codec: str,
     model_type: str | None,
     layout: str | None,
+    left_out: Mapping[str, str],
 ) -> DeltaManifest:
-    """Build the manifest of the delta whose payloads and assets *writer* has written."""
+    """Build the manifest of the delta whose payloads and assets *writer* has written.
+
+    *left_out* are the values and files that it does not include, with reasons.
+    """
+    names_by_reason: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        names_by_reason.setdefault(why, []).append(name)
     sides = (
         [(name, item.base) for name, item in changes.items() if item.base],
         [(name, item.result) for name, item in changes.items() if item.result],
@@ -422,6 +446,7 @@ def build_manifest(
         files=dict(writer.files),
         model_type=model_type,
         layout=layout,
+        left_out={why: tuple(names) for why, names in names_by_reason.items()},
     )
 
 
@@ -452,6 +477,7 @@ def build_result(
         compression=manifest.codec,
         nbytes=nbytes,
         full_bytes=sum(item.nbytes for item in results.values() if item.alias_of is None),
+        left_out=manifest.left_out_reasons,
         seconds=seconds,
         out_of_range=out_of_range or {},
         notes=notes,

@@ -120,7 +120,14 @@ class DeltaSquash:
             for name, content in self._read_assets(roots).items():
                 writer.add_asset(name, content)
             last = self.chain.deltas[-1].manifest
-            manifest = build_manifest(changes, writer, codec.name, last.model_type, last.layout)
+            manifest = build_manifest(
+                changes,
+                writer,
+                codec.name,
+                last.model_type,
+                last.layout,
+                last.left_out_reasons,
+            )
             nbytes = writer.finish(manifest)
             stage.publish()
         return build_result(

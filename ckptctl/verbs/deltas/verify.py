@@ -63,5 +63,6 @@ class DeltaCheck:
             base_sha256=deltas[0].manifest.base_sha256,
             result_sha256=self.chain.result_sha256,
             nbytes=sum(delta.manifest.nbytes for delta in deltas),
+            left_out=deltas[-1].manifest.left_out_reasons,
             seconds=time.monotonic() - start,
         )
