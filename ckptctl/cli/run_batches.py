@@ -23,7 +23,7 @@ from ckptctl.units import format_bytes, format_seconds, pluralize
 if TYPE_CHECKING:
     from ckptctl.conversion.conversion_options import ConversionOptions
     from ckptctl.run_options import RunBatchOptions
-    from ckptctl.runs.selection import Selection
+    from ckptctl.runs.selection import RunSelection
     from ckptctl.verbs.run_conversion_result import (
         ConvertedCheckpoint,
         PlannedCheckpoint,
@@ -68,7 +68,7 @@ def _refuse_ranks(*, single_process: bool) -> None:
         )
 
 
-def _print_task(output: Printer, selection: Selection) -> None:
+def _print_task(output: Printer, selection: RunSelection) -> None:
     """Print the task if the environment determines it."""
     task = selection.task
     if task is not None and task.origin:

@@ -17,7 +17,7 @@ from ckptctl.tree import TreePath
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RunSelection:
     """Checkpoints of a run that one task processes.
 
     Attributes:
@@ -49,7 +49,7 @@ def select_checkpoints(
     environment: Mapping[str, str],
     *,
     model: bool = True,
-) -> Selection:
+) -> RunSelection:
     """Select the checkpoints that *options* name and the task processes.
 
     Without rules, all checkpoints are selected. Rules select the complete ones that ``prune``
@@ -94,7 +94,7 @@ def select_checkpoints(
         # More tasks than checkpoints have nothing to do. Their number may be huge.
         parts = divide_evenly(sizes, min(task.count, len(selected)))
         part = parts[task.number - 1] if task.number <= len(parts) else []
-    return Selection(run.root, tuple(part), tuple(selected), task)
+    return RunSelection(run.root, tuple(part), tuple(selected), task)
 
 
 def _select_steps(

@@ -11,7 +11,7 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, quote_names
 from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.selection import Selection
+from ckptctl.runs.selection import RunSelection
 from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
@@ -83,7 +83,7 @@ class RunConversionPlan(
         checkpoints: Checkpoints of the task, by series and step.
     """
 
-    selection: Annotated[Selection, JsonField("folder of the run", of="root")]
+    selection: Annotated[RunSelection, JsonField("folder of the run", of="root")]
     destination: Annotated[
         TreePath, JsonField("destination as given, or the folder of the destinations")
     ]

@@ -14,7 +14,7 @@ from ckptctl.errors import CkptError, PartialError, StorageError, quote_names
 from ckptctl.results import JsonField, Result, round_seconds
 from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.selection import Selection, select_checkpoints
+from ckptctl.runs.selection import RunSelection, select_checkpoints
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -71,7 +71,7 @@ class RunVerification(Result, order="root task total counts seconds checkpoints"
     """Verification of the checkpoints of a run, or of one task's part of it."""
 
     selection: Annotated[
-        Selection,
+        RunSelection,
         JsonField("folder of the run", of="root"),
         JsonField("number of selected checkpoints of all tasks", of="total"),
     ]

@@ -45,7 +45,7 @@ READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class OpenedDelta:
     """Opened delta.
 
     Attributes:
@@ -73,7 +73,7 @@ class Delta:
                     )
 
 
-def open_delta(path: str | TreePath) -> Delta:
+def open_delta(path: str | TreePath) -> OpenedDelta:
     """Open the delta at *path*, and check its manifest, sizes and headers.
 
     Raises:
@@ -93,7 +93,7 @@ def open_delta(path: str | TreePath) -> Delta:
         for name, record in manifest.files.items():
             _require_size(files, name, record.size)
         payloads = _read_payloads(files, manifest)
-    return Delta(root, manifest, payloads)
+    return OpenedDelta(root, manifest, payloads)
 
 
 def _require_size(files: SourceFiles, name: str, expected: int) -> None:
@@ -148,7 +148,7 @@ class ResolvedTensor:
 
     record: TensorRecord
     base_name: str | None
-    patches: tuple[tuple[Delta, str], ...] = ()
+    patches: tuple[tuple[OpenedDelta, str], ...] = ()
 
 
 class Chain:
@@ -160,7 +160,7 @@ class Chain:
         tensors: Tensors of the result, by name.
     """
 
-    def __init__(self, deltas: Sequence[Delta]) -> None:
+    def __init__(self, deltas: Sequence[OpenedDelta]) -> None:
         """Resolve the chain.
 
         Raises:
@@ -190,11 +190,11 @@ class Chain:
         """Digest of all tensors of the result."""
         return self.deltas[-1].manifest.result_sha256
 
-    def _broken_error(self, before: Delta, after: Delta) -> RefusedError:
+    def _broken_error(self, before: OpenedDelta, after: OpenedDelta) -> RefusedError:
         by_base = {delta.manifest.base_sha256: delta for delta in self.deltas}
         results = {delta.manifest.result_sha256 for delta in self.deltas}
         starts = [delta for base, delta in by_base.items() if base not in results]
-        order: list[Delta] = []
+        order: list[OpenedDelta] = []
         current = starts[0] if len(starts) == 1 else None
         while current is not None and current not in order:
             order.append(current)
@@ -211,7 +211,7 @@ class Chain:
         )
 
 
-def _resolve(before: Mapping[str, ResolvedTensor], delta: Delta) -> dict[str, ResolvedTensor]:
+def _resolve(before: Mapping[str, ResolvedTensor], delta: OpenedDelta) -> dict[str, ResolvedTensor]:
     """Return the tensors of the result of *delta*, given those of its base."""
     tensors: dict[str, ResolvedTensor] = {}
     tied: list[tuple[str, TensorRecord]] = []
@@ -236,7 +236,7 @@ def _resolve(before: Mapping[str, ResolvedTensor], delta: Delta) -> dict[str, Re
 class PayloadReader:
     """Reader of the blocks of one payload."""
 
-    def __init__(self, delta: Delta, files: SourceFiles, name: str) -> None:
+    def __init__(self, delta: OpenedDelta, files: SourceFiles, name: str) -> None:
         change = delta.manifest.tensors[name]
         assert change.result is not None
         self._name, self._files, self._root = name, files, delta.root

@@ -52,7 +52,7 @@ def _read_encoding(index: object) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Index(Schema):
+class _UpdateIndex(Schema):
     weight_map: dict[str, str]
 
 
@@ -128,7 +128,7 @@ def open_weight_update(path: TreePath) -> PublishedWeights:
                     where=where,
                     why=f"only `{expected}` is supported",
                 )
-        weight_map = read_as(_Index, index).weight_map
+        weight_map = read_as(_UpdateIndex, index).weight_map
         spans: dict[str, tuple[str, int, int]] = {}
         checksums: dict[str, str] = {}
         for file in dict.fromkeys(weight_map.values()):
