@@ -152,8 +152,15 @@ def check_steps(value: Iterable[str]) -> tuple[str, ...]:
     """Return the ``--step`` values, or raise if a step is unknown or is selected twice."""
     values = check_globs(value)
     names = [text.partition("=")[0] for text in values]
+    added = list_added_steps()
     for name in names:
-        require_choice(name, "step", list_added_steps())
+        if not added:
+            raise UsageError(
+                f"unknown step `{name}`",
+                why="no installed package adds a step of conversions",
+                hint=f"{format_option('--steps')} selects checkpoints of a run",
+            )
+        require_choice(name, "step", added)
         if names.count(name) > 1:
             raise UsageError(f"step `{name}` is given twice", hint="give it once")
     return values

@@ -84,7 +84,9 @@ def check_task(value: str) -> str:
     if int(count) < 1:
         raise UsageError(f"`{value}` has no task", why="N is the number of tasks, at least 1")
     if number and not 1 <= int(number) <= int(count):
-        raise UsageError(f"task {int(number)} is not one of 1 to {int(count)}")
+        raise UsageError(
+            f"task {int(number)} is not one of 1 to {int(count)}", hint="I counts from 1 to N"
+        )
     return value
 
 

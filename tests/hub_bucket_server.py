@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Linked-Size": str(len(content)),
             "Link": f'<{route}>; rel="xet-auth"',
             # Another host, as the Hub's storage is: clients drop the token and the headers above.
-            "Location": f"{self.bucket.url.replace('127.0.0.1', 'localhost')}{CDN}{path}",
+            "Location": f"{self.bucket.url.replace('127.0.0.1', 'localhost')}{CDN}{quote(path)}",
         }
         self._send(b"", 302, headers)
 

@@ -169,13 +169,11 @@ def verify_run(run: AnyPath, options: _RunVerification) -> RunVerification:
     Raises:
         CkptError: The folder is missing or is not a run.
     """
+    selection = run_verification.select_to_verify(
+        check_location(run), options, options, _get_environment(options)
+    )
     return run_verification.verify_checkpoints(
-        check_location(run),
-        options,
-        options,
-        _get_environment(options),
-        options.report or _ignore,
-        lambda *_: nullcontext(),
+        selection, options, options.report or _ignore, lambda *_: nullcontext()
     )
 
 

@@ -11,7 +11,13 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import RunOptions
-from ckptctl.cli.output import VERDICT_STYLES, Printer, Row, StoppedError
+from ckptctl.cli.output import (
+    VERDICT_STYLES,
+    Printer,
+    Row,
+    StoppedError,
+    format_by_reason,
+)
 from ckptctl.cli.progress import show_progress
 from ckptctl.cli.ranks import count_ranks
 from ckptctl.cli.tables import Column, StyledText
@@ -68,11 +74,13 @@ def _refuse_ranks(*, single_process: bool) -> None:
         )
 
 
-def _print_task(output: Printer, selection: RunSelection) -> None:
-    """Print the task if the environment determines it."""
+def _print_selection(output: Printer, selection: RunSelection) -> None:
+    """Print the task if the environment determines it, and entries that are not processed."""
     task = selection.task
     if task is not None and task.origin:
         output.print_statement(f"task {task.number} of {task.count} (from {task.origin})")
+    for note in format_by_reason("skipped", selection.others):
+        output.print_note(note)
 
 
 def convert_run(
@@ -98,7 +106,7 @@ def convert_run(
     output = Printer(run.json, run.quiet)
     _refuse_ranks(single_process=run.single_process)
     plan = op.plan_conversions(root, dst, options, batch, os.environ)
-    _print_task(output, plan.selection)
+    _print_selection(output, plan.selection)
     _print_statements(output, plan)
     if run.dry_run:
         output.print_answer(
@@ -243,10 +251,9 @@ def verify_run(
     def report(item: VerifiedCheckpoint) -> None:
         _print_item(output, item)
 
-    result = op.verify_checkpoints(
-        root, options, batch, os.environ, report, partial(show_progress, output)
-    )
-    _print_task(output, result.selection)
+    selection = op.select_to_verify(root, options, batch, os.environ)
+    _print_selection(output, selection)
+    result = op.verify_checkpoints(selection, options, report, partial(show_progress, output))
     if output.mode == "json":
         output.print_document("verify", result)
     elif output.mode == "human":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptctl import formats
 from ckptctl.catalog import MANIFEST
-from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, quote_names
+from ckptctl.errors import CkptError, FormatError, RefusedError, SourceNotFoundError, quote_names
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import RUN_FILE
 from ckptctl.runs.names import CheckpointName, is_lightning_last, parse_name, parse_staged_name
@@ -162,6 +162,28 @@ def _points_to_sibling(link: TreePath) -> bool:
     target = resolve_links(link)
     is_named = parse_name(target.name) is not None or is_lightning_last(target.name)
     return is_named and target.parent == resolve_links(link.parent)
+
+
+def explain_other_entry(item: TreePath) -> str:
+    """Return the reason why :func:`read_entry` does not regard *item* as a checkpoint."""
+    try:
+        is_link = item.is_symlink()
+        if is_link and not item.exists():
+            return "unknown: the target of the link does not exist"
+        if is_link and _points_to_sibling(item):
+            return "a link to another checkpoint of the run"
+        if is_lightning_last(item.name):
+            return "unknown: the file does not record its step"
+        if not item.is_dir():
+            return (
+                "unknown: named like a checkpoint, but not a folder"
+                if parse_name(item.name)
+                else "no checkpoint"
+            )
+        sniffed = formats.sniff_formats(item)
+    except (OSError, CkptError):
+        return "unknown: it cannot be read"
+    return "unknown: a checkpoint without a step in its name" if sniffed else "no checkpoint"
 
 
 def list_last_ckpts_without_step(root: TreePath) -> tuple[str, ...]:

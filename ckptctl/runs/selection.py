@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time as clock
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Annotated, TypeAlias
 
 from ckptctl.errors import RefusedError, find_nearest, format_option, quote_names
 from ckptctl.planner.retention import decide_retention
+from ckptctl.results import JsonField
 from ckptctl.run_options import SelectionOptions, parse_step_range
+from ckptctl.runs.entries import explain_other_entry
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.listing import read_run
+from ckptctl.runs.listing import RunFolder, read_run
+from ckptctl.runs.protections import POINTERS
 from ckptctl.runs.tasks import Task, divide_evenly, find_task
 from ckptctl.tree import TreePath
+
+OtherEntries: TypeAlias = Mapping[str, Annotated[str, JsonField("reason why it is not processed")]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,8 @@ class RunSelection:
         root: Run folder.
         checkpoints: Selected checkpoints of the task, by series and step, whatever their verdict.
         selected: Selected checkpoints of all tasks.
+        others: Other entries of the folder, with the reason why they are not processed. If
+            ``--steps`` selects checkpoints, there are none.
         task: The task, or None if there is only one.
     """
 
@@ -31,6 +40,7 @@ class RunSelection:
     checkpoints: tuple[Checkpoint, ...]
     selected: tuple[Checkpoint, ...]
     task: Task | None = None
+    others: OtherEntries = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -94,7 +104,30 @@ def select_checkpoints(
         # More tasks than checkpoints have nothing to do. Their number may be huge.
         parts = divide_evenly(sizes, min(task.count, len(selected)))
         part = parts[task.number - 1] if task.number <= len(parts) else []
-    return RunSelection(run.root, tuple(part), tuple(selected), task)
+    others = {} if options.steps else _explain_other_entries(run)
+    return RunSelection(run.root, tuple(part), tuple(selected), task, others)
+
+
+def _explain_other_entries(run: RunFolder) -> dict[str, str]:
+    """Return the entries of the folder that are not processed, with reasons."""
+    reasons = {}
+    for name in run.others:
+        if name not in POINTERS:
+            reasons[name] = explain_other_entry(run.root / name)
+    return reasons
+
+
+def _suggest_steps(pattern: str, steps: range | None, checkpoints: Sequence[Checkpoint]) -> str:
+    """Build the hint for a value of ``--steps`` that matches no checkpoint."""
+    if steps is None:
+        if nearest := find_nearest(pattern, [checkpoint.name for checkpoint in checkpoints]):
+            return f"did you mean `{nearest}`?"
+        if match := re.fullmatch(r"(\d+)(?:-|\.\.+|/|\+)(\d+)", pattern, re.ASCII):
+            return f"did you mean `{match[1]}:{match[2]}`? A range has the form FIRST:LAST[:EVERY]"
+    elif len(steps) == 1:
+        closest = min(checkpoints, key=lambda item: (abs(item.step - steps[0]), item.step))
+        return f"the closest step is {closest.step}"
+    return "pass a step, a range FIRST:LAST[:EVERY], or a glob of names"
 
 
 def _select_steps(
@@ -118,11 +151,10 @@ def _select_steps(
             )
         }
         if not matching:
-            nearest = find_nearest(pattern, names) if steps is None else None
             raise RefusedError(
                 f"{format_option(f'--steps {text}')} matches no checkpoint",
                 why=f"the checkpoints are {quote_names(names, 3)}",
-                hint=f"did you mean `{nearest}`?" if nearest else "correct or omit it",
+                hint=_suggest_steps(pattern, steps, checkpoints),
             )
         selected |= matching
     return [checkpoint for checkpoint in checkpoints if checkpoint.name in selected]

@@ -205,7 +205,7 @@ def is_hub_repository(url: str) -> bool:
 
 def is_hub_bucket(url: str) -> bool:
     """Return whether *url* is a bucket of the Hugging Face Hub, or a path in one."""
-    return normalize_scheme(url).startswith(HUB_BUCKET_PREFIX)
+    return f"{normalize_scheme(url).rstrip('/')}/".startswith(HUB_BUCKET_PREFIX)
 
 
 def _split_url(url: str) -> _UrlParts:

@@ -11,7 +11,7 @@ from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import CkptError, PartialError, quote_names
 from ckptctl.results import JsonField, Result, empty_to_none, round_seconds
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.selection import RunSelection
+from ckptctl.runs.selection import OtherEntries, RunSelection
 from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath
 from ckptctl.units import format_bytes, pluralize
@@ -75,7 +75,8 @@ class PlannedCheckpoint(Result):
 
 @dataclass(frozen=True, slots=True)
 class RunConversionPlan(
-    Result, order="dry_run root destination task total to_format bytes counts decisions notes"
+    Result,
+    order="dry_run root destination task total to_format bytes counts decisions others notes",
 ):
     """Plan of the conversion of a run, or of one task's part of it.
 
@@ -109,6 +110,11 @@ class RunConversionPlan(
     def total(self) -> Annotated[int, JsonField()]:
         """Number of selected checkpoints of all tasks."""
         return self.selection.total
+
+    @property
+    def others(self) -> Annotated[OtherEntries, JsonField()]:
+        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        return self.selection.others
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
@@ -219,7 +225,8 @@ class ConvertedCheckpoint(Result):
 @dataclass(frozen=True, slots=True)
 class RunConversionResult(
     Result,
-    order="dry_run root destination task total to_format bytes seconds counts checkpoints notes",
+    order="dry_run root destination task total to_format bytes seconds counts checkpoints others "
+    "notes",
 ):
     """Result of the conversion of a run, or of one task's part of it."""
 
@@ -245,6 +252,11 @@ class RunConversionResult(
     def task(self) -> Annotated[str | None, _TASK]:
         """Task I/N, or None if there is only one."""
         return self.plan.selection.task_text
+
+    @property
+    def others(self) -> Annotated[OtherEntries, JsonField()]:
+        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        return self.plan.others
 
     @property
     def nbytes(self) -> Annotated[int, JsonField("bytes written", name="bytes")]:

@@ -14,7 +14,7 @@ from ckptctl.errors import CkptError, PartialError, StorageError, quote_names
 from ckptctl.results import JsonField, Result, round_seconds
 from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
-from ckptctl.runs.selection import RunSelection, select_checkpoints
+from ckptctl.runs.selection import OtherEntries, RunSelection, select_checkpoints
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -67,7 +67,7 @@ class VerifiedCheckpoint(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class RunVerification(Result, order="root task total counts seconds checkpoints"):
+class RunVerification(Result, order="root task total counts seconds checkpoints others"):
     """Verification of the checkpoints of a run, or of one task's part of it."""
 
     selection: Annotated[
@@ -88,6 +88,11 @@ class RunVerification(Result, order="root task total counts seconds checkpoints"
         return self.selection.task_text
 
     @property
+    def others(self) -> Annotated[OtherEntries, JsonField()]:
+        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        return self.selection.others
+
+    @property
     def counts(
         self,
     ) -> Annotated[Mapping[str, Annotated[int, JsonField("number")]], JsonField()]:
@@ -105,27 +110,39 @@ class RunVerification(Result, order="root task total counts seconds checkpoints"
             )
 
 
-def verify_checkpoints(
+def select_to_verify(
     root: TreePath,
     options: VerifyOptions,
     selection_options: SelectionOptions,
     environment: Mapping[str, str],
-    report: Callable[[VerifiedCheckpoint], None],
-    start_item: StartItem,
-) -> RunVerification:
-    """Verify the checkpoints of a run one by one. An error does not stop the others.
+) -> RunSelection:
+    """Select the checkpoints of a run to verify.
 
     Args:
         root: Folder of the run.
         options: Options of each verification.
         selection_options: Options that select checkpoints.
         environment: Environment variables that select the task of a job array, if any.
+    """
+    with families.use_converter_file(options.converter):
+        return select_checkpoints(root, selection_options, environment, model=options.model)
+
+
+def verify_checkpoints(
+    selection: RunSelection,
+    options: VerifyOptions,
+    report: Callable[[VerifiedCheckpoint], None],
+    start_item: StartItem,
+) -> RunVerification:
+    """Verify the checkpoints of a run one by one. An error does not stop the others.
+
+    Args:
+        selection: Checkpoints to verify.
+        options: Options of each verification.
         report: Called with the result for each checkpoint.
         start_item: Starts the progress display for each checkpoint.
     """
     start = clock.monotonic()
-    with families.use_converter_file(options.converter):
-        selection = select_checkpoints(root, selection_options, environment, model=options.model)
     verified = []
     for number, checkpoint in enumerate(selection.checkpoints, 1):
         label = f"verifying {checkpoint.name} ({number} of {len(selection.checkpoints)})"

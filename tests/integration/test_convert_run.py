@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -606,6 +609,160 @@ def test_killed_tasks_may_be_repeated_in_any_order(tmp_path: Path) -> None:
         name: one for name, one in written.items() if ".ckptctl-staging" not in name
     }, "no output is written twice"
     assert digests(run) == before
+
+
+INTERRUPTED = """
+import signal, sys, time
+from functools import partial
+from ckptctl.storage.execution import execution_options
+from ckptctl.verbs import run_conversion as op
+often = partial(execution_options.ExecutionOptions, journal_every=1)
+execution_options.ExecutionOptions = often
+convert = op.run_conversion
+seconds = float(sys.argv.pop(1))
+def convert_slowly(plan, progress=None):
+    def advance(nbytes):
+        if progress:
+            progress(nbytes)
+        if plan.plan.target.name == "step-200":
+            time.sleep(seconds)
+            if not seconds:
+                signal.raise_signal(signal.SIGINT)
+    return convert(plan, advance)
+op.run_conversion = convert_slowly
+from ckptctl.cli.app import main
+main()
+"""
+"""The program, interrupted while it copies the second checkpoint, or slow if given seconds."""
+
+
+def test_interrupted_run_is_resumed_by_its_hint(tmp_path: Path) -> None:
+    run, out = make_run(tmp_path / "run", (100, 200, 300)), tmp_path / "out"
+    expected = convert_alone(run, tmp_path / "alone", to="dcp")
+    words = ["convert", str(run), str(out), "--to", "dcp", "--each"]
+    found = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "0", *words, "--memory", "64KiB", "--jobs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 130, found.stderr
+    assert "error: interrupted" in found.stderr and "1 of 3 checkpoints" in found.stderr
+    assert found.stdout.splitlines()[1:] and "step-100" in found.stdout
+    assert sorted(path.name for path in out.iterdir() if path.name != LOG) == [
+        ".step-200.ckptctl-staging",
+        "step-100",
+    ]
+    assert [(line["name"], line["status"]) for line in log_lines(out)] == [
+        ("step-100", "converted")
+    ]
+    written = identities(out / "step-100")
+    hint = shlex.split(found.stderr.rpartition("hint: resume with `")[2].partition("`")[0])
+    assert hint[0] == "ckptctl" and hint[-1] == "--resume"
+    resumed = run_program([*hint[1:], "--json"])
+    assert resumed.returncode == 0, resumed.stderr
+    statuses = [item["status"] for item in json.loads(resumed.stdout)["checkpoints"]]
+    assert statuses == ["present", "converted", "converted"]
+    assert digests(out) == expected and identities(out / "step-100") == written
+
+
+def run_on_terminal(command: list[str], **variables: str) -> list[str]:
+    """Run *command* on a terminal, and return the lines that appear on it."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, **variables}
+    )
+    os.close(slave)
+    shown = b""
+    with suppress(OSError):  # Linux says EIO once the other side is closed
+        while content := os.read(master, 1 << 16):
+            shown += content
+    os.close(master)
+    assert process.wait(60) == 0, shown
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    return [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
+
+
+def test_progress_on_a_terminal_names_the_checkpoint(tmp_path: Path) -> None:
+    run, out = make_run(tmp_path / "run", (100, 200)), tmp_path / "out"
+    words = ["convert", str(run), str(out), "--to", "dcp", "--each"]
+    lines = run_on_terminal(
+        [sys.executable, "-c", INTERRUPTED, "0.8", *words],
+        TERM="xterm-256color",
+        COLUMNS="100",
+        NO_COLOR="1",
+    )
+    assert any("copying step-200 (2 of 2)" in line and "%" in line for line in lines), lines
+    outcomes = [line for line in lines if re.match(r"step-\d+: converted · ", line)]
+    assert [line.partition(":")[0] for line in outcomes] == ["step-100", "step-200"], lines
+    assert re.match(r"2 converted; .* written in ", lines[-1]), lines
+
+
+def test_other_entries_of_the_folder_are_listed_as_skipped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", (100, 200))
+    shutil.copytree(run / "step-200", run / "final")
+    (run / "step-300").symlink_to("nowhere")
+    (run / "latest").symlink_to("step-200")
+    (run / "step-best").symlink_to("step-200")
+    (run / "step-400").write_text("")
+    (run / "logs").mkdir()
+    (run / "latest_checkpointed_iteration.txt").write_text("200")
+    expected = {
+        "final": "unknown: a checkpoint without a step in its name",
+        "logs": "no checkpoint",
+        "step-300": "unknown: the target of the link does not exist",
+        "step-400": "unknown: named like a checkpoint, but not a folder",
+        "step-best": "a link to another checkpoint of the run",
+    }
+    plan = ckptctl.plan_run_conversion(run, tmp_path / "out", to="dcp")
+    assert plan.others == expected
+    result = ckptctl.convert_run(run, tmp_path / "out", to="dcp")
+    assert result.others == expected and set(statuses(result).values()) == {"converted"}
+    assert ckptctl.verify_run(run).others == expected
+    assert not ckptctl.verify_run(run, steps="100").others
+    words = ["convert", run, tmp_path / "out", "--to", "dcp", "--each"]
+    for more in (["--dry-run"], []):
+        found = run_program([*words, *more])
+        assert found.returncode == 0
+        for name, reason in expected.items():
+            assert f"skipped, {reason}: `{name}`" in found.stderr
+    assert json.loads(run_program([*words, "--json"]).stdout)["others"] == expected
+
+
+def test_task_of_the_environment_is_stated_before_the_first_checkpoint(
+    tmp_path: Path, run: Path
+) -> None:
+    lines = run_on_terminal(
+        [sys.executable, "-m", "ckptctl", "verify", str(run), "--each"],
+        SLURM_ARRAY_TASK_ID="0",
+        SLURM_ARRAY_TASK_MIN="0",
+        SLURM_ARRAY_TASK_COUNT="2",
+        TERM="dumb",
+    )
+    assert lines[0] == "task 1 of 2 (from SLURM_ARRAY_TASK_ID)" and "step-" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--steps", "100-300"], "did you mean `100:300`?"),
+        (["--steps", "step-1O0"], "did you mean `step-100`?"),
+        (["--steps", "260"], "the closest step is 300"),
+        (["--steps", "100:x"], "pass a step, a range FIRST:LAST[:EVERY], or a glob of names"),
+        (["--task", "0/2"], "I counts from 1 to N"),
+        (["--task", "1-2"], "I counts from 1 to N"),
+        (["--step", "100"], "`--steps` selects checkpoints of a run"),
+        (["--stpes", "100"], "did you mean `--steps`?"),
+    ],
+    ids=lambda words: "-".join(words) if isinstance(words, list) else "",
+)
+def test_mistyped_selection_has_a_hint(
+    tmp_path: Path, run: Path, words: list[str], hint: str
+) -> None:
+    found = run_program(["convert", run, tmp_path / "out", "--to", "dcp", "--each", *words])
+    assert found.returncode != 0 and f"hint: {hint}" in found.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_overlapping_tasks_do_not_corrupt_outputs(tmp_path: Path, run: Path) -> None:

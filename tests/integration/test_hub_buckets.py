@@ -153,7 +153,9 @@ def test_failing_request_is_no_missing_file(server: BucketServer) -> None:
         system.exists("org/other/file")
 
 
-@pytest.mark.parametrize("url", ["hf://buckets/org", "hf://buckets/org/name@main/x"])
+@pytest.mark.parametrize(
+    "url", ["hf://buckets", "hf://buckets/org", "hf://buckets/org/name@main/x"]
+)
 def test_url_without_bucket_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="not a bucket of the Hub"):
         ckptctl.inspect(url)
