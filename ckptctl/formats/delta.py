@@ -21,9 +21,9 @@ from typing import Annotated, Literal
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_command
 from ckptctl.formats.base import OtherFolder
-from ckptctl.formats.sidecar_files import may_be_sidecar_file
+from ckptctl.formats.sidecar_files import MAX_SIDECAR_BYTES, may_be_sidecar_file
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.json_reader import MAX_BYTES, read_json
 from ckptctl.storage.schema import (
     Constraint,
     Natural,
@@ -40,7 +40,8 @@ SCHEMA = "ckptctl.delta/1"
 ASSETS_FOLDER = "assets"
 PAYLOAD_FILE = "delta-{:05d}.safetensors"
 PAYLOAD_NAMES = re.compile(r"delta-\d{5}\.safetensors")
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = MAX_BYTES
+"""Maximum size of a manifest, which has about 400 bytes per tensor."""
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 10, 1 << 24
 Codec = Literal["zstd", "deflate"]
 Sha256 = Annotated[
@@ -243,11 +244,15 @@ def _require_consistent(manifest: DeltaManifest, where: str) -> None:
             raise _damaged_error(f"the records of `{name}` contradict each other", where)
         if change.file is not None and change.file not in manifest.files:
             raise _damaged_error(f"the payload file of `{name}` has no record", where)
-    for path in manifest.files:
+    for path, record in manifest.files.items():
         folder, _, name = path.partition("/")
         is_asset = folder == ASSETS_FOLDER and all(name.split("/")) and may_be_sidecar_file(name)
         if not (is_asset or PAYLOAD_NAMES.fullmatch(path)):
             raise _damaged_error(f"`{path[:80]}` is not the path of a file of a delta", where)
+        if is_asset and record.size > MAX_SIDECAR_BYTES:
+            raise _damaged_error(
+                f"`{path[:80]}` is larger than a configuration or tokenizer file", where
+            )
 
 
 @dataclass(frozen=True, slots=True)

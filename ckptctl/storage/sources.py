@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING
@@ -63,18 +63,34 @@ class Sources:
                 raise ChangedError(
                     *key, f"it had {pluralize(raw.nbytes, 'byte')} and now has {current.size:,}"
                 )
-        for key, identity in self._identities.items():
-            current = self._read_identity(*key)
-            if current != identity:
-                raise ChangedError(*key, _describe_difference(identity, current))
+        for (root, name), identity in self._identities.items():
+            _require_same_identity(self._open[root], name, identity)
 
     def _read_identity(self, root: TreePath, name: str) -> FileIdentity:
-        # Use the path instead of the open descriptor, to detect replaced files.
-        try:
-            status = self._open[root].path(name).stat()
-        except (SourceNotFoundError, FileNotFoundError):
-            raise ChangedError(root, name, "it was deleted") from None
-        return FileIdentity.from_stat(status)
+        return _read_current_identity(self._open[root], name)
+
+
+def require_same_files(root: TreePath, identities: Mapping[str, FileIdentity]) -> None:
+    """Raise `ChangedError` if a file below *root* has no longer the identity in *identities*."""
+    with source_files(root) as files:
+        files.drop_metadata()
+        for name, identity in identities.items():
+            _require_same_identity(files, name, identity)
+
+
+def _require_same_identity(files: SourceFiles, name: str, identity: FileIdentity) -> None:
+    current = _read_current_identity(files, name)
+    if current != identity:
+        raise ChangedError(files.root, name, _describe_difference(identity, current))
+
+
+def _read_current_identity(files: SourceFiles, name: str) -> FileIdentity:
+    # Use the path instead of the open descriptor, to detect replaced files.
+    try:
+        status = files.path(name).stat()
+    except (SourceNotFoundError, FileNotFoundError):
+        raise ChangedError(files.root, name, "it was deleted") from None
+    return FileIdentity.from_stat(status)
 
 
 def read_identity(path: TreePath) -> FileIdentity:

@@ -36,7 +36,9 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl import delta
 from ckptctl.cli.app import app
+from ckptctl.conversion.convert import run_conversion
 from ckptctl.errors import (
+    ChangedError,
     CkptError,
     DamagedError,
     MappingError,
@@ -54,7 +56,10 @@ from ckptctl.formats.delta import (
 )
 from ckptctl.storage import zstd
 from ckptctl.storage.files import source_files
+from ckptctl.verbs.deltas import delta_files
+from ckptctl.verbs.deltas.chain import OpenedDelta
 from ckptctl.verbs.deltas.live import Check
+from ckptctl.verbs.deltas.make import DeltaMaker
 from tests.checkpoints import differences, dtype_matrix, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.deltas import apply_delta
 from tests.checkpoints.readers import raw_bytes
@@ -669,6 +674,126 @@ def test_blocks_that_do_not_decode_are_damaged_not_a_crash(
         else:
             require_equal(read(tmp_path / "out"), read(tmp_path / "new"))
             shutil.rmtree(tmp_path / "out")
+
+
+# ------------------------------------------------------------------ changes after the checks
+
+
+def rewrite(path: Path) -> None:
+    """Change a file in place, and restore its size and modification time."""
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture
+def with_asset(base: Path, tmp_path: Path) -> Path:
+    """Return a delta with a changed configuration."""
+    new = save(tmp_path / "with-asset", trained(read(base), 1))
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({**config, "eos_token_id": 3}))
+    (new / "generation_config.json").write_text('{"eos_token_id": 3}')
+    delta.make(base, new, tmp_path / "asset.delta")
+    return tmp_path / "asset.delta"
+
+
+def rewrite_after_check(patch: pytest.MonkeyPatch, path: Path) -> None:
+    """Change *path* as soon as the files of a delta are compared with their digests."""
+    check = OpenedDelta.check_files
+
+    def check_and_rewrite(self: OpenedDelta) -> None:
+        check(self)
+        rewrite(path)
+
+    patch.setattr(OpenedDelta, "check_files", check_and_rewrite)
+
+
+@pytest.mark.parametrize("name", ["delta-00001.safetensors", "assets/generation_config.json"])
+def test_delta_that_changes_after_its_check_is_not_used(
+    with_asset: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    second = save(tmp_path / "second", trained(read(base), 2))
+    delta.make(tmp_path / "with-asset", second, tmp_path / "second.delta")
+    rewrite_after_check(monkeypatch, with_asset / name)
+    for use in (
+        lambda: delta.apply(base, with_asset, tmp_path / "out"),
+        lambda: delta.squash([with_asset, tmp_path / "second.delta"], tmp_path / "out"),
+        lambda: delta.verify(with_asset),
+        lambda: delta.apply_to(read(base), with_asset, check="none"),
+    ):
+        with pytest.raises((ChangedError, DamagedError)):
+            use()
+        rewrite(with_asset / name)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["delta-00001.safetensors", "assets/generation_config.json"])
+def test_delta_that_changes_before_it_is_copied_is_not_published(
+    with_asset: Path, base: Path, tmp_path: Path, name: str
+) -> None:
+    plan = delta.plan(base, with_asset, tmp_path / "out")
+    plan.check()
+    rewrite(with_asset / name)
+    with pytest.raises(ChangedError, match=Path(name).name):
+        run_conversion(plan.conversion)
+    assert not (tmp_path / "out").exists()
+
+
+def test_configuration_is_compared_when_it_is_read(
+    with_asset: Path, base: Path, tmp_path: Path
+) -> None:
+    path = with_asset / "assets" / "config.json"
+    content = path.read_text()
+    path.write_text(content.replace('"eos_token_id": 3', '"eos_token_id": 4'))
+    with pytest.raises(DamagedError, match="does not match its digest"):
+        delta.plan(base, with_asset, tmp_path / "out")
+
+
+def test_checkpoint_that_changes_while_it_is_compared_is_an_error(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = save(tmp_path / "new", trained(read(base), 1))
+    add = DeltaMaker._add_payloads
+
+    def add_and_rewrite(self: DeltaMaker, *arguments: Any) -> Any:
+        added = add(self, *arguments)
+        rewrite(new / "model.safetensors")
+        return added
+
+    monkeypatch.setattr(DeltaMaker, "_add_payloads", add_and_rewrite)
+    with pytest.raises(ChangedError, match=r"model\.safetensors"):
+        delta.make(base, new, tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+
+
+def test_size_of_manifest_and_assets_is_bounded(
+    with_asset: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = with_asset / "ckptctl.delta.json"
+    os.truncate(manifest, 1 << 40)  # a hole takes no room
+    with pytest.raises(UnsupportedError, match="JSON text is too large"):
+        delta.verify(with_asset)
+    shutil.rmtree(with_asset)
+    delta.make(base, tmp_path / "with-asset", with_asset)
+    asset = with_asset / "assets" / "generation_config.json"
+    os.truncate(asset, 1 << 40)
+    with manifest.open("r+") as file:
+        content = json.load(file)
+        content["files"]["assets/generation_config.json"]["size"] = 1 << 40
+        del content["sha256"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        file.seek(0)
+        json.dump(content, file)
+        file.truncate()
+    with pytest.raises(DamagedError, match="larger than a configuration"):
+        delta.verify(with_asset)
+    monkeypatch.setattr(delta_files, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(UnsupportedError, match="larger than readers accept"):
+        delta.make(base, tmp_path / "with-asset", tmp_path / "too-large")
+    assert not (tmp_path / "too-large").exists()
 
 
 @pytest.mark.slow

@@ -22,16 +22,18 @@ from ckptctl.conversion.destinations import (
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.plan import Reasons
 from ckptctl.conversion.recognition.model import ModelDescription
-from ckptctl.errors import MappingError, format_option
+from ckptctl.errors import MappingError, UnsupportedError, format_option
 from ckptctl.formats.delta import ASSETS_FOLDER
-from ckptctl.formats.sidecar_files import CONFIG_FILES, read_config_files
+from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.numerics.kinds.delta import DeltaArguments
 from ckptctl.results import JsonField, Result
+from ckptctl.storage.files import source_files
+from ckptctl.storage.json_reader import parse_json
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.deltas.canonical import CanonicalCheckpoint, open_canonical
-from ckptctl.verbs.deltas.chain import Chain, ResolvedTensor, open_delta
+from ckptctl.verbs.deltas.chain import Chain, OpenedDelta, ResolvedTensor, open_delta
 from ckptctl.verbs.deltas.check import check_chain, is_like_record
 from ckptctl.verbs.deltas.delta_options import DeltaApplyOptions
 
@@ -113,6 +115,7 @@ def plan_apply(
             replace(conversion_options, from_layout=None, root=None),
             Step("delta", "source", 5, step.apply),
         )
+        plan = _add_inputs(plan, chain)
     return DeltaApplyPlan(
         conversion=plan,
         deltas=tuple(str(delta.root) for delta in chain.deltas),
@@ -123,6 +126,21 @@ def plan_apply(
         chain=chain,
         canonical=canonical,
     )
+
+
+def _add_inputs(plan: ConversionPlan, chain: Chain) -> ConversionPlan:
+    """Return *plan* with all files of the deltas as inputs, as they were when they were opened.
+
+    The conversion raises if an input changed until its output is published. So it used the files
+    that were checked.
+    """
+    inputs = dict(plan.plan.inputs)
+    for delta in chain.deltas:
+        for path, identity in delta.identities.items():
+            name = path.removeprefix(f"{ASSETS_FOLDER}/")
+            root = delta.root if name == path else delta.root / ASSETS_FOLDER
+            inputs[root, name] = identity
+    return replace(plan, plan=replace(plan.plan, inputs=inputs))
 
 
 def _is_adapter_format(path: TreePath, options: DeltaApplyOptions) -> bool:
@@ -238,10 +256,10 @@ class DeltaStep:
                     continue
                 roots[name] = root
                 sizes[name] = delta.manifest.files[f"{ASSETS_FOLDER}/{name}"].size
-            stated = read_config_files(root) if {*CONFIG_FILES} & {*names} else {}
-            for name, content in stated.items():
-                if name in given:
+            for name in CONFIG_FILES:
+                if name in given or name not in names:
                     continue
+                content = self._read_config(delta, name)
                 documents[name] = content
                 described = [item for item in described if item.name != name]
                 described.append(ModelDescription(name, str(root / name), content))
@@ -249,3 +267,12 @@ class DeltaStep:
             assets, roots=roots, sizes=sizes, documents=documents, described=tuple(described)
         )
         return replace(draft, assets=changed)
+
+    def _read_config(self, delta: OpenedDelta, name: str) -> Mapping[str, object]:
+        where = str(delta.root / ASSETS_FOLDER / name)
+        with source_files(delta.root) as files:
+            content = delta.read_asset(files, name)
+        parsed = parse_json(content, where=where, allow_nan=True)
+        if not isinstance(parsed, dict):
+            raise UnsupportedError(f"`{name}` is not a JSON object", where=where)
+        return parsed

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl import dtypes, families
-from ckptctl.catalog import Catalog, TensorEntry, build_computed_name
+from ckptctl.catalog import Catalog, TensorEntry, build_computed_name, list_input_files
+from ckptctl.columns import get_extent_files
 from ckptctl.conversion.contents import build_memory_key
 from ckptctl.conversion.convert import ConversionOptions, plan_tensors
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.proofs import find_lost_data
 from ckptctl.conversion.steps import select_steps
-from ckptctl.conversion.transfers import build_target_tensor
+from ckptctl.conversion.transfers import build_target_tensor, read_identities
 from ckptctl.errors import MappingError, UnsupportedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import select_skipped_files
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.storage.computed import open_catalog_reader
 from ckptctl.storage.files import Readable
-from ckptctl.storage.sources import require_same_file
+from ckptctl.storage.sources import require_same_file, require_same_files
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.threads import get_default_thread_count
 from ckptctl.tree import TreePath
@@ -49,11 +51,13 @@ class CanonicalCheckpoint:
         catalog: Catalog of the tensors, by canonical name. They may be computed when read.
         dtypes: Dtype of each tensor, by canonical name, to which its elements are to be cast.
         draft: Draft of the conversion to the canonical layout.
+        identities: Identity of each file with tensors, by relative path, by root.
     """
 
     catalog: Catalog
     dtypes: Mapping[str, str]
     draft: Draft
+    identities: Mapping[TreePath, Mapping[str, FileIdentity]]
 
     @property
     def model_type(self) -> str | None:
@@ -93,8 +97,10 @@ class CanonicalCheckpoint:
                 )
 
     def require_unchanged(self) -> None:
-        """Raise if another checkpoint has replaced the one that was opened."""
+        """Raise `ChangedError` if the checkpoint changed since it was opened."""
         require_same_file(self.draft.source.opened)
+        for root, identities in self.identities.items():
+            require_same_files(root, identities)
 
 
 def open_canonical(path: TreePath, options: ConversionOptions) -> CanonicalCheckpoint:
@@ -136,8 +142,24 @@ def open_canonical(path: TreePath, options: ConversionOptions) -> CanonicalCheck
         )
     catalog = replace(located, tensors=tensors, computed=computed, blobs={}, replicas={})
     return CanonicalCheckpoint(
-        catalog, {tensor.name: tensor.dtype for tensor in draft.tensors}, draft
+        catalog,
+        {tensor.name: tensor.dtype for tensor in draft.tensors},
+        draft,
+        _identify_files(catalog),
     )
+
+
+def _identify_files(catalog: Catalog) -> dict[TreePath, dict[str, FileIdentity]]:
+    """Read the identity of each file that the tensors of *catalog* are read from."""
+    names_by_root: dict[TreePath, set[str]] = {}
+    for entry in catalog.tensors.values():
+        names_by_root.setdefault(catalog.root, set()).update(get_extent_files(entry.extents))
+    for root, name in list_input_files(catalog.computed):
+        names_by_root.setdefault(root, set()).add(name)
+    return {
+        root: read_identities(root, sorted(names - catalog.computed.keys()))
+        for root, names in names_by_root.items()
+    }
 
 
 def iterate_blocks(files: Readable, entry: TensorEntry, block_bytes: int) -> Iterator[bytearray]:

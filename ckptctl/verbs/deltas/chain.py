@@ -19,7 +19,14 @@ from ckptctl.errors import (
     format_command,
     quote_names,
 )
-from ckptctl.formats.delta import MANIFEST, DeltaManifest, TensorRecord, read_manifest
+from ckptctl.file_identity import FileIdentity
+from ckptctl.formats.delta import (
+    ASSETS_FOLDER,
+    MANIFEST,
+    DeltaManifest,
+    TensorRecord,
+    read_manifest,
+)
 from ckptctl.numerics.kinds.delta import (
     REPLACING_KINDS,
     BlockCodec,
@@ -34,6 +41,7 @@ from ckptctl.numerics.kinds.delta import (
 )
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.safetensors_header import read_safetensors_header
+from ckptctl.storage.sources import require_same_files
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -52,11 +60,13 @@ class OpenedDelta:
         root: Absolute path of the folder.
         manifest: Its manifest.
         payloads: Entry of the payload of each changed tensor, by name.
+        identities: Identity of each file when the delta was opened, by relative path.
     """
 
     root: TreePath
     manifest: DeltaManifest
     payloads: Mapping[str, TensorEntry]
+    identities: Mapping[str, FileIdentity]
 
     def check_files(self) -> None:
         """Read all files, and raise if one does not match its digest in the manifest."""
@@ -66,11 +76,30 @@ class OpenedDelta:
                 for start in range(0, record.size, READ_BYTES):
                     digest.update(files.read(name, start, min(READ_BYTES, record.size - start)))
                 if digest.hexdigest() != record.sha256:
-                    raise DamagedError(
-                        "a file of the delta does not match its digest",
-                        where=str(self.root / name),
-                        hint=COPY_HINT,
-                    )
+                    raise self._digest_error(name)
+
+    def require_unchanged(self) -> None:
+        """Raise `ChangedError` if a file changed since the delta was opened.
+
+        If it did not, the files that were used are those that were checked.
+        """
+        require_same_files(self.root, self.identities)
+
+    def read_asset(self, files: SourceFiles, name: str) -> bytes:
+        """Read a configuration or tokenizer file, and compare what is returned with its digest."""
+        path = f"{ASSETS_FOLDER}/{name}"
+        record = self.manifest.files[path]
+        content = files.read(path, 0, record.size)
+        if hashlib.sha256(content).hexdigest() != record.sha256:
+            raise self._digest_error(path)
+        return content
+
+    def _digest_error(self, name: str) -> DamagedError:
+        return DamagedError(
+            "a file of the delta does not match its digest",
+            where=str(self.root / name),
+            hint=COPY_HINT,
+        )
 
 
 def open_delta(path: str | TreePath) -> OpenedDelta:
@@ -90,23 +119,28 @@ def open_delta(path: str | TreePath) -> OpenedDelta:
         )
     with source_files(root) as files:
         manifest = read_manifest(files)
-        for name, record in manifest.files.items():
-            _require_size(files, name, record.size)
+        identities = {
+            name: _identify_file(files, name, record.size)
+            for name, record in manifest.files.items()
+        }
         payloads = _read_payloads(files, manifest)
-    return OpenedDelta(root, manifest, payloads)
+    return OpenedDelta(root, manifest, payloads, identities)
 
 
-def _require_size(files: SourceFiles, name: str, expected: int) -> None:
+def _identify_file(files: SourceFiles, name: str, expected: int) -> FileIdentity:
+    """Return the identity of a file, or raise if it is missing or has another size."""
     path = files.root / name
     if not path.is_file():
         raise DamagedError("a file of the delta is missing", where=str(path), hint=COPY_HINT)
-    if (size := files.size(name)) != expected:
+    identity = files.read_identity(name)
+    if identity.size != expected:
         raise DamagedError(
             "a file of the delta has another size",
             where=str(path),
-            why=f"{pluralize(size, 'byte')} instead of {expected:,}",
+            why=f"{pluralize(identity.size, 'byte')} instead of {expected:,}",
             hint=COPY_HINT,
         )
+    return identity
 
 
 def _read_payloads(files: SourceFiles, manifest: DeltaManifest) -> dict[str, TensorEntry]:

@@ -23,7 +23,7 @@ from ckptctl.verbs.deltas.canonical import (
     map_in_threads,
     select_stored,
 )
-from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, iterate_result_blocks
+from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, ResolvedTensor, iterate_result_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,57 +49,20 @@ def check_chain(
     for delta in chain.deltas:
         delta.check_files()
     base.require_nothing_lost()
-    tensors = base.catalog.tensors
-    stored = dict.fromkeys(select_stored(tensors))
     changed = {
         name: resolved
         for name, resolved in chain.tensors.items()
         if resolved.patches and resolved.record.alias_of is None
     }
+    names = list(dict.fromkeys([*select_stored(base.catalog.tensors), *changed]))
+    hashed: dict[str, _Digests] = {}
     with ExitStack() as stack:
-        reader = stack.enter_context(open_catalog_reader(base.catalog))
-        roots: Mapping[TreePath, SourceFiles] = {
-            delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
-        }
-
-        def hash_name(name: str) -> _Digests:
-            resolved, entry = changed.get(name), tensors.get(name)
-            digests, nbytes = (hashlib.sha256(), hashlib.sha256()), 0
-            is_changed_here = (
-                resolved is not None
-                and resolved.base_name == name
-                and is_like_record(entry, resolved.record)
-            )
-            if name in stored and not is_changed_here:
-                assert entry is not None
-                for block in iterate_blocks(reader, entry, chain.block_bytes):
-                    digests[0].update(block)
-                    nbytes += len(block)
-            if resolved is not None:
-                blocks: Iterator[bytearray] | None = None
-                if resolved.base_name is not None:
-                    base_entry = tensors.get(resolved.base_name)
-                    if not is_like_record(base_entry, resolved.record):
-                        # Another base, which is refused below.
-                        return _Digests(digests[0].hexdigest() if name in stored else None)
-                    assert base_entry is not None
-                    blocks = iterate_blocks(reader, base_entry, chain.block_bytes)
-                    if is_changed_here:
-                        blocks = _hash_blocks(blocks, digests[0])
-                for block in iterate_result_blocks(resolved, blocks, roots.__getitem__):
-                    digests[1].update(block)
-                    nbytes += len(block)
-            return _Digests(
-                digests[0].hexdigest() if name in stored else None,
-                digests[1].hexdigest() if resolved is not None else None,
-                nbytes,
-            )
-
-        names = list(dict.fromkeys([*stored, *changed]))
-        hashed: dict[str, _Digests] = {}
-        for name, found in map_in_threads(hash_name, names, jobs):
-            hashed[name] = found
-            progress(found.nbytes)
+        hasher = _TensorHasher(chain, base, changed, stack)
+        for name, digests in map_in_threads(hasher.hash_tensor, names, jobs):
+            hashed[name] = digests
+            progress(digests.nbytes)
+    for opened in (*chain.deltas, base):
+        opened.require_unchanged()
     _require_base(chain, base, {name: item.base for name, item in hashed.items() if item.base})
     wrong = [name for name, item in changed.items() if hashed[name].result != item.record.sha256]
     if wrong:
@@ -110,6 +73,70 @@ def check_chain(
             why=quote_names(wrong),
             hint=COPY_HINT,
         )
+
+
+class _TensorHasher:
+    """Computation of digests of the tensors of base and result.
+
+    Args:
+        chain: The deltas.
+        base: The base.
+        changed: Tensors of the result that the deltas change and that are not tied, by name.
+        stack: Stack that closes the files.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        base: CanonicalCheckpoint,
+        changed: Mapping[str, ResolvedTensor],
+        stack: ExitStack,
+    ) -> None:
+        self._changed, self._block_bytes = changed, chain.block_bytes
+        self._tensors = base.catalog.tensors
+        self._stored = frozenset(select_stored(self._tensors))
+        self._reader = stack.enter_context(open_catalog_reader(base.catalog))
+        self._roots: Mapping[TreePath, SourceFiles] = {
+            delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
+        }
+
+    def hash_tensor(self, name: str) -> _Digests:
+        """Hash what base and result store under *name*. The base is read once if possible."""
+        resolved = self._changed.get(name)
+        if resolved is None:
+            base = self._hash_base(name)
+            return _Digests(base[0], None, base[1])
+        if resolved.base_name == name and is_like_record(self._tensors.get(name), resolved.record):
+            digest = hashlib.sha256()
+            blocks = _hash_blocks(self._iterate_base_blocks(name), digest)
+            result, nbytes = self._hash_result(resolved, blocks)
+            return _Digests(digest.hexdigest() if name in self._stored else None, result, nbytes)
+        base_digest, base_bytes = self._hash_base(name) if name in self._stored else (None, 0)
+        origin = resolved.base_name
+        if origin is not None and not is_like_record(self._tensors.get(origin), resolved.record):
+            return _Digests(base_digest)  # another base, which is refused later
+        blocks = None if origin is None else self._iterate_base_blocks(origin)
+        result, nbytes = self._hash_result(resolved, blocks)
+        return _Digests(base_digest, result, base_bytes + nbytes)
+
+    def _hash_base(self, name: str) -> tuple[str, int]:
+        digest, nbytes = hashlib.sha256(), 0
+        for block in self._iterate_base_blocks(name):
+            digest.update(block)
+            nbytes += len(block)
+        return digest.hexdigest(), nbytes
+
+    def _hash_result(
+        self, resolved: ResolvedTensor, base_blocks: Iterator[bytearray] | None
+    ) -> tuple[str, int]:
+        digest, nbytes = hashlib.sha256(), 0
+        for block in iterate_result_blocks(resolved, base_blocks, self._roots.__getitem__):
+            digest.update(block)
+            nbytes += len(block)
+        return digest.hexdigest(), nbytes
+
+    def _iterate_base_blocks(self, name: str) -> Iterator[bytearray]:
+        return iterate_blocks(self._reader, self._tensors[name], self._block_bytes)
 
 
 def is_like_record(entry: TensorEntry | None, record: TensorRecord) -> bool:

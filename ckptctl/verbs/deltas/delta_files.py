@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ckptctl.errors import wrap_os_errors
+from ckptctl.errors import UnsupportedError, wrap_os_errors
 from ckptctl.formats.delta import (
     ASSETS_FOLDER,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     PAYLOAD_FILE,
     PAYLOAD_NAMES,
     DeltaManifest,
@@ -25,6 +26,7 @@ from ckptctl.numerics.kinds.delta import BlockKind, encode_table
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.safetensors_header import encode_safetensors_header
 from ckptctl.tree import TreePath
+from ckptctl.units import pluralize
 
 MAX_FILE_BYTES = 5_000_000_000
 """Maximum size of the payloads in one file, except that a payload is never split."""
@@ -138,6 +140,13 @@ class DeltaWriter:
     def finish(self, manifest: DeltaManifest) -> int:
         """Write the manifest, and return the size of the delta in bytes."""
         content = manifest.encode()
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise UnsupportedError(
+                "the manifest would be larger than readers accept",
+                where=MANIFEST,
+                why=f"it would have {pluralize(len(content), 'byte')}, and the limit is "
+                f"{MAX_MANIFEST_BYTES:,}",
+            )
         write_file(self.folder / MANIFEST, content)
         sync_directory(self.folder)
         return len(content) + manifest.nbytes

@@ -76,6 +76,8 @@ def apply_to_tensors(
         ]
         for name, readers in opened:
             _apply_payloads(live[name], readers, chain.block_bytes)
+    for delta in chain.deltas:
+        delta.require_unchanged()
     if check != "none":
         wrong = [
             name

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ckptctl.errors import UnsupportedError, UsageError
-from ckptctl.formats.delta import ASSETS_FOLDER, TensorChange
+from ckptctl.formats.delta import TensorChange
 from ckptctl.installed import require_torch
 from ckptctl.numerics.kinds.delta import (
     REPLACING_KINDS,
@@ -129,6 +129,8 @@ class DeltaSquash:
                 last.left_out_reasons,
             )
             nbytes = writer.finish(manifest)
+            for delta in self.chain.deltas:
+                delta.require_unchanged()
             stage.publish()
         return build_result(
             [str(delta.root) for delta in self.chain.deltas],
@@ -162,9 +164,7 @@ class DeltaSquash:
         contents: dict[str, bytes] = {}
         for delta in self.chain.deltas:
             for name in delta.manifest.assets:
-                path = f"{ASSETS_FOLDER}/{name}"
-                size = delta.manifest.files[path].size
-                contents[name] = roots[delta.root].read(path, 0, size)
+                contents[name] = delta.read_asset(roots[delta.root], name)
         return contents
 
 

@@ -48,6 +48,7 @@ class DeltaCheck:
         if self.base is None:
             for delta in self.chain.deltas:
                 delta.check_files()
+                delta.require_unchanged()
                 progress(delta.manifest.nbytes)
         else:
             check_chain(self.chain, self.base, progress, self._options.jobs)
