@@ -36,7 +36,7 @@ Deltas = Annotated[
 ]
 NewDelta = Annotated[
     TreePath,
-    Argument("Destination folder of the delta.", metavar="OUT", check=check_new_location),
+    Argument("Destination folder or URL of the delta.", metavar="OUT", check=check_new_location),
 ]
 
 

@@ -88,8 +88,8 @@ def upload_output(
     tree, folder = _get_tree(plan), plan.target.parent if plan.single_file else plan.target
     with raise_on_sigterm(), create_scratch_directory() as root:
         require_space(root, compute_scratch_bytes(plan))
-        target = tree.begin_upload(str(folder), request)
-        try:
+        assert isinstance(folder, UrlPath)
+        with hold_upload(folder, request) as target:
             uploads = UploadQueue(target.upload_file, last)
             execution = execute_plan(plan, root, options, progress, uploads=uploads)
             check_written(execution)
@@ -97,11 +97,19 @@ def upload_output(
             target.publish_files()
             tree.forget_url(str(plan.target))
             check_published(execution.crcs)
-        except BaseException as error:
-            _abandon_upload(target, error)
-            raise
-        target.close()
     return replace(execution, resumed_bytes=target.resumed)
+
+
+@contextmanager
+def hold_upload(folder: UrlPath, request: UploadRequest) -> Iterator[Upload]:
+    """Begin an upload to *folder*, and close it after the block, or abandon it after an error."""
+    target = folder.tree.begin_upload(str(folder), request)
+    try:
+        yield target
+    except BaseException as error:
+        _abandon_upload(target, error)
+        raise
+    target.close()
 
 
 def _get_tree(plan: Plan) -> FileTree:

@@ -4,6 +4,7 @@
 
     python -m tests.benchmarks.deltas                       # 42M parameters, 3 rounds
     python -m tests.benchmarks.deltas --model medium        # 7M parameters
+    python -m tests.benchmarks.deltas --model large --runs 1 --only training  # 154M parameters
     python -m tests.benchmarks.deltas --model small --xdelta3 /opt/xdelta3
     python -m tests.benchmarks.deltas --only speed          # does not need transformers
 
@@ -34,6 +35,7 @@ SIZES = {
     "small": (128, 2, 1024, 352),
     "medium": (256, 4, 8192, 704),
     "full": (512, 8, 16_384, 1408),
+    "large": (768, 12, 49_152, 2048),
 }
 RATES = ("1e-6", "1e-5")
 TRAIN = """

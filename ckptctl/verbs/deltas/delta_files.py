@@ -25,6 +25,7 @@ from ckptctl.formats.delta import (
 from ckptctl.numerics.kinds.delta import BlockKind, encode_table
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.safetensors_header import encode_safetensors_header
+from ckptctl.storage.writing import LOCK_NAME
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -41,7 +42,7 @@ def is_delta(path: TreePath) -> bool:
     if not path.is_dir() or not (path / MANIFEST).is_file():
         return False
     return all(
-        item.name in (MANIFEST, ASSETS_FOLDER) or PAYLOAD_NAMES.fullmatch(item.name)
+        item.name in (MANIFEST, ASSETS_FOLDER, LOCK_NAME) or PAYLOAD_NAMES.fullmatch(item.name)
         for item in path.iterdir()
     )
 

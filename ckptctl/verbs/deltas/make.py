@@ -12,7 +12,6 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import TensorEntry
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.conversion.destinations import require_destination
 from ckptctl.dtypes import get_itemsize
 from ckptctl.errors import MappingError, UsageError, format_option, quote_names
 from ckptctl.formats.delta import (
@@ -26,11 +25,8 @@ from ckptctl.installed import require_torch
 from ckptctl.numerics.kinds.delta import BLOCK_BYTES, BlockCodec, choose_codec, get_word_dtype
 from ckptctl.storage.arithmetic import cast_elements, import_torch
 from ckptctl.storage.computed import CatalogReader, open_catalog_reader
-from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.outcome import NO_LOSS, OutOfRange, require_in_range
-from ckptctl.storage.paths import parse_path
-from ckptctl.storage.publish import stage_output
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.deltas.canonical import (
@@ -40,7 +36,8 @@ from ckptctl.verbs.deltas.canonical import (
     open_canonical,
     select_stored,
 )
-from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload, is_delta
+from ckptctl.verbs.deltas.delta_destination import resolve_delta_destination, stage_delta
+from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload
 from ckptctl.verbs.deltas.delta_options import DeltaOptions
 from ckptctl.verbs.deltas.delta_result import DeltaResult
 from ckptctl.verbs.deltas.published import (
@@ -50,28 +47,6 @@ from ckptctl.verbs.deltas.published import (
     is_weight_update,
     open_weight_update,
 )
-
-REPLACEABLE_DELTA = Replaceable(is_delta, "a delta")
-
-
-def resolve_delta_destination(
-    sources: list[TreePath], dst: str | TreePath, *, overwrite: bool
-) -> Path:
-    """Return the local path at which a delta is to be written.
-
-    Raises:
-        RefusedError: The path is in use, or overlaps a source.
-        UsageError: It is a URL.
-    """
-    for source in sources:
-        destination = require_destination(source, parse_path(dst), overwrite, REPLACEABLE_DELTA)
-        if destination.is_upload:
-            raise UsageError(
-                "cannot write a delta to a URL",
-                where=str(dst),
-                hint="write it to a local folder, and upload the folder",
-            )
-    return Path(destination.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +179,7 @@ class DeltaMaker:
         left_out = self._new.left_out
         with ExitStack() as stack:
             stage = stack.enter_context(
-                stage_output(
-                    self.target,
-                    overwrite=self._options.overwrite,
-                    is_checkpoint=REPLACEABLE_DELTA,
-                )
+                stage_delta(self.target, self._list_read_files(), overwrite=self._options.overwrite)
             )
             writer = DeltaWriter(stage.data) if version is None else PublishedWriter(stage.data)
             stack.callback(writer.close)
@@ -232,13 +203,24 @@ class DeltaMaker:
             stage.publish()
         return build_result(
             [str(path) for path in self.sources],
-            self.target,
+            self.target.path,
             manifest,
             nbytes,
             time.monotonic() - start,
             out_of_range=losses,
             notes=tuple(stage.notes),
         )
+
+    def _list_read_files(self) -> dict[TreePath, set[str]]:
+        """Return the names of the source files, by folder."""
+        read: dict[TreePath, set[str]] = {}
+        for checkpoint in (self._base, self._new):
+            for root, identities in checkpoint.identities.items():
+                read.setdefault(root, set()).update(identities)
+        if self._published:
+            files = {file for file, _, _ in self._published.spans.values()}
+            read.setdefault(self._published.root, set()).update(files)
+        return read
 
     def _add_payloads(
         self, writer: DeltaWriter, codec: BlockCodec, stack: ExitStack, progress: Advance
@@ -452,7 +434,7 @@ def build_manifest(
 
 def build_result(
     sources: list[str],
-    target: Path,
+    target: TreePath,
     manifest: DeltaManifest,
     nbytes: int,
     seconds: float,

@@ -23,7 +23,6 @@ from ckptctl.numerics.kinds.delta import (
 )
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.publish import stage_output
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.deltas.canonical import map_in_threads
@@ -34,14 +33,13 @@ from ckptctl.verbs.deltas.chain import (
     iterate_result_blocks,
     open_delta,
 )
+from ckptctl.verbs.deltas.delta_destination import resolve_delta_destination, stage_delta
 from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload
 from ckptctl.verbs.deltas.delta_options import DeltaSquashOptions
 from ckptctl.verbs.deltas.delta_result import DeltaResult
 from ckptctl.verbs.deltas.make import (
-    REPLACEABLE_DELTA,
     build_manifest,
     build_result,
-    resolve_delta_destination,
 )
 
 
@@ -64,7 +62,7 @@ class DeltaSquash:
         self._options = options
         self.chain = Chain([open_delta(path) for path in deltas])
         roots = [delta.root for delta in self.chain.deltas]
-        self.target: Path = resolve_delta_destination(roots, dst, overwrite=options.overwrite)
+        self.target = resolve_delta_destination(roots, dst, overwrite=options.overwrite)
         self.nbytes = sum(delta.manifest.nbytes for delta in self.chain.deltas)
         self._changes = self._plan_changes()
 
@@ -95,10 +93,10 @@ class DeltaSquash:
         names = [name for name, change in changes.items() if _needs_payload(change)]
         with ExitStack() as stack:
             stage = stack.enter_context(
-                stage_output(
+                stage_delta(
                     self.target,
+                    {delta.root: delta.identities.keys() for delta in self.chain.deltas},
                     overwrite=self._options.overwrite,
-                    is_checkpoint=REPLACEABLE_DELTA,
                 )
             )
             roots: Mapping[TreePath, SourceFiles] = {
@@ -134,7 +132,7 @@ class DeltaSquash:
             stage.publish()
         return build_result(
             [str(delta.root) for delta in self.chain.deltas],
-            self.target,
+            self.target.path,
             manifest,
             nbytes,
             time.monotonic() - start,
