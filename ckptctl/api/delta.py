@@ -24,6 +24,7 @@ from ckptctl.verbs.deltas.delta_options import (
 )
 from ckptctl.verbs.deltas.delta_result import DeltaResult, DeltaVerification
 from ckptctl.verbs.deltas.live import Check, apply_to_tensors
+from ckptctl.verbs.deltas.live_tensors import LiveNames
 from ckptctl.verbs.deltas.make import DeltaMaker
 from ckptctl.verbs.deltas.squash import DeltaSquash
 from ckptctl.verbs.deltas.verify import DeltaCheck
@@ -135,6 +136,9 @@ def apply_to(
     deltas: AnyPath | Sequence[AnyPath],
     *,
     names: Mapping[str, str] | None = None,
+    fused: Mapping[str, Sequence[str]] | None = None,
+    layout: str | None = None,
+    config: Mapping[str, object] | None = None,
     check: Check = "changed",
 ) -> tuple[str, ...]:
     """Apply deltas in place to tensors in memory, on any device.
@@ -147,6 +151,11 @@ def apply_to(
             dtypes and shapes of the delta.
         deltas: One delta, or several, in order.
         names: Names in *tensors* of those that are called differently in the delta.
+        fused: Modules that store several modules of the delta one after another, such as
+            ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`` or vLLM's ``packed_modules_mapping``.
+        layout: Layout of *tensors*, such as ``mcore``, if it is not that of the delta. It replaces
+            *names* and *fused*.
+        config: Content of ``config.json``, which layouts that divide heads require.
         check: Tensors whose digests are compared before and after the change: ``changed``, ``all``
             tensors of the base, or ``none``.
 
@@ -158,4 +167,9 @@ def apply_to(
     """
     if check not in get_args(Check):
         raise UsageError(f"unknown check `{check}`", why=f"known: {', '.join(get_args(Check))}")
-    return apply_to_tensors(tensors, check_locations(deltas), names or {}, check=check)
+    if layout is not None and (names or fused):
+        raise UsageError("`layout` cannot be combined with `names` or `fused`")
+    if config is not None and layout is None:
+        raise UsageError("`config` requires `layout`")
+    stated = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)
+    return apply_to_tensors(tensors, check_locations(deltas), stated, check=check)

@@ -1004,6 +1004,135 @@ def test_apply_to_changes_tensors_of_several_blocks(tmp_path: Path) -> None:
     require_equal(live, new)
 
 
+def to_meta(state: State, config: dict[str, Any]) -> State:
+    """Rename and reorder as ``convert_llama_weights_to_hf.py`` of transformers, backwards."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    names = {
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "model.embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+        "model.": "",
+    }
+    result = {}
+    for name, tensor in state.items():
+        for key, count in (("q_proj", heads), ("k_proj", groups)):
+            if key in name:
+                halves = tensor.view(count, 2, -1, tensor.shape[1])
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        for old, new in names.items():
+            name = name.replace(old, new)
+        result[name] = tensor.clone()
+    return result
+
+
+def to_megatron(state: State, config: dict[str, Any]) -> State:
+    """Fuse as Megatron-Core does: for each group its queries, its key and its value."""
+    groups = config["num_key_value_heads"]
+    result = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for number in range(config["num_hidden_layers"]):
+        old, new = f"model.layers.{number}.", f"decoder.layers.{number}."
+        rows = [
+            state[f"{old}self_attn.{key}_proj.weight"].view(
+                groups, -1, state["model.norm.weight"].shape[0]
+            )
+            for key in "qkv"
+        ]
+        result |= {
+            f"{new}self_attention.linear_qkv.weight": torch.cat(rows, 1).flatten(0, 1),
+            f"{new}self_attention.linear_qkv.layer_norm_weight": state[
+                f"{old}input_layernorm.weight"
+            ],
+            f"{new}self_attention.linear_proj.weight": state[f"{old}self_attn.o_proj.weight"],
+            f"{new}mlp.linear_fc1.weight": torch.cat(
+                [state[f"{old}mlp.{key}_proj.weight"] for key in ("gate", "up")]
+            ),
+            f"{new}mlp.linear_fc1.layer_norm_weight": state[
+                f"{old}post_attention_layernorm.weight"
+            ],
+            f"{new}mlp.linear_fc2.weight": state[f"{old}mlp.down_proj.weight"],
+        }
+    return {name: tensor.clone() for name, tensor in result.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "to_layout"), [("meta", to_meta), ("mcore", to_megatron)], ids=["meta", "mcore"]
+)
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_apply_to_changes_tensors_of_another_layout(
+    chain: tuple[Path, list[Path], list[State]],
+    layout: str,
+    to_layout: Callable[[State, dict[str, Any]], State],
+    strided: bool,
+) -> None:
+    base, deltas, states = chain
+    config = json.loads((base / "config.json").read_text())
+    live = to_layout(read(base), config)
+    if strided:  # parameters of an engine may be views, such as transposed ones
+        live = {
+            name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
+            for name, tensor in live.items()
+        }
+    pointers = {name: tensor.data_ptr() for name, tensor in live.items()}
+    for check in get_args(Check):
+        with pytest.raises(MappingError):
+            delta.apply_to(live, deltas[0], check=check)
+    delta.apply_to(live, deltas[:3], layout=layout, config=config, check="all")
+    require_equal(live, to_layout(states[2], config))
+    delta.apply_to(live, deltas[3], layout=layout, config=config, check="none")
+    require_equal(live, to_layout(states[3], config))
+    assert pointers == {name: tensor.data_ptr() for name, tensor in live.items()}
+    with pytest.raises(RefusedError, match="already applied"):
+        delta.apply_to(live, deltas[3], layout=layout, config=config)
+    live.pop(next(name for name in live if "1" in name and ("wq" in name or "qkv" in name)))
+    with pytest.raises(CkptError):
+        delta.apply_to(live, deltas[4], layout=layout, config=config)
+    for options in ({"layout": layout, "names": {"a": "b"}}, {"config": config}):
+        with pytest.raises(UsageError, match=r"cannot be combined|requires"):
+            delta.apply_to(live, deltas[4], **options)  # type: ignore[arg-type]
+
+
+def test_apply_to_changes_rows_of_fused_tensors(
+    chain: tuple[Path, list[Path], list[State]],
+) -> None:
+    base, deltas, states = chain
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ("gate_proj", "up_proj")}
+
+    def fuse(state: State) -> State:
+        live = {f"engine.{name}": tensor.clone() for name, tensor in state.items()}
+        for module, parts in fused.items():
+            for name in [name for name in live if f".{parts[0]}." in name]:
+                rows = [live.pop(name.replace(parts[0], part)) for part in parts]
+                live[name.replace(parts[0], module)] = torch.cat(rows)
+        return live
+
+    live = fuse(read(base))
+    modules = {
+        name.removeprefix("engine."): name for name in live if "qkv_proj" in name or "_up_" in name
+    }
+    names = {**modules, **{name: f"engine.{name}" for name in read(base)}}
+    delta.apply_to(live, deltas[:2], names=names, fused=fused, check="all")
+    require_equal(live, fuse(states[1]))
+    name = "engine.model.layers.1.self_attn.qkv_proj.weight"
+    for wrong in (live[name][:-1], live[name].float()):
+        with pytest.raises(MappingError, match="another dtype or shape"):
+            delta.apply_to({**live, name: wrong}, deltas[2], names=names, fused=fused)
+    with pytest.raises(MappingError, match=r"changed tensors of the delta are missing"):
+        delta.apply_to(live, deltas[2], names=names)
+    require_equal(live, fuse(states[1]))
+
+
 def test_apply_to_refuses_missing_and_cast_tensors(
     chain: tuple[Path, list[Path], list[State]],
 ) -> None:

@@ -21,6 +21,12 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, PayloadReader, ResolvedTensor, open_delta
+from ckptctl.verbs.deltas.live_tensors import (
+    CHECKPOINT_HINT,
+    LiveNames,
+    LiveTensor,
+    find_live_tensors,
+)
 
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
@@ -31,7 +37,7 @@ Check = Literal["all", "changed", "none"]
 def apply_to_tensors(
     tensors: Mapping[str, Tensor],
     deltas: Sequence[str | TreePath],
-    names: Mapping[str, str],
+    stated: LiveNames,
     *,
     check: Check,
 ) -> tuple[str, ...]:
@@ -42,7 +48,7 @@ def apply_to_tensors(
     Args:
         tensors: Tensors of the base, on any device.
         deltas: Deltas to apply in turn.
-        names: Name in *tensors* of each tensor that is called differently in the deltas.
+        stated: How the tensors differ from those of the deltas in name and layout.
         check: Tensors whose digests are compared with the base before, and with the result after
             the change: all, those that change, or none.
 
@@ -59,13 +65,27 @@ def apply_to_tensors(
     chain = Chain([open_delta(path) for path in deltas])
     for delta in chain.deltas:
         delta.check_files()
+    _require_same_tensors(chain)
     changed = {name: item for name, item in chain.tensors.items() if item.patches}
-    live = _select_tensors(tensors, chain, changed, names)
-    distinct = _select_distinct(tensors, chain, live, names)
+    required = chain.base.keys() if check == "all" else changed.keys()
+    live = find_live_tensors(tensors, chain, stated, required)
+    _require_live(chain, live, changed)
+    distinct = _select_distinct(chain, live, changed)
     if check == "all":
-        _require_base(chain, _select_all(tensors, chain, names))
+        _require_all(chain, live)
+        _require_base(chain, live)
     elif check == "changed":
         _require_base(chain, {name: live[name] for name in distinct})
+    _apply_deltas(chain, {name: live[name] for name in distinct}, distinct)
+    if check != "none":
+        _require_result(chain, live, distinct)
+    return tuple(changed)
+
+
+def _apply_deltas(
+    chain: Chain, live: Mapping[str, LiveTensor], distinct: Mapping[str, ResolvedTensor]
+) -> None:
+    """Apply all payloads of the tensors *distinct*, after all tables of payloads are read."""
     with ExitStack() as stack:
         roots: Mapping[TreePath, SourceFiles] = {
             delta.root: stack.enter_context(source_files(delta.root)) for delta in chain.deltas
@@ -75,30 +95,34 @@ def apply_to_tensors(
             for name, item in distinct.items()
         ]
         for name, readers in opened:
-            _apply_payloads(live[name], readers, chain.block_bytes)
+            dense = live[name].gather(distinct[name].record.shape)
+            _apply_payloads(dense, readers, chain.block_bytes)
+            live[name].scatter(dense)
     for delta in chain.deltas:
         delta.require_unchanged()
-    if check != "none":
-        wrong = [
-            name
-            for name, item in distinct.items()
-            if _hash_tensor(live[name]) != item.record.sha256
-        ]
-        if wrong:
-            raise DamagedError(
-                f"{pluralize(len(wrong), 'tensor')} did not become the result of the delta",
-                where=str(chain.deltas[-1].root),
-                why=f"{quote_names(wrong)}; the tensors in memory are changed",
-                hint=COPY_HINT,
-            )
-    return tuple(changed)
 
 
-def _select_all(
-    tensors: Mapping[str, Tensor], chain: Chain, names: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Return all tensors of the base, by their names in the deltas."""
-    missing = [name for name in chain.base if names.get(name, name) not in tensors]
+def _require_result(
+    chain: Chain, live: Mapping[str, LiveTensor], distinct: Mapping[str, ResolvedTensor]
+) -> None:
+    """Raise unless the tensors have the digests of the result."""
+    wrong = [
+        name
+        for name, item in distinct.items()
+        if _hash_tensor(live[name].gather(item.record.shape)) != item.record.sha256
+    ]
+    if wrong:
+        raise DamagedError(
+            f"{pluralize(len(wrong), 'tensor')} did not become the result of the delta",
+            where=str(chain.deltas[-1].root),
+            why=f"{quote_names(wrong)}; the tensors in memory are changed",
+            hint=COPY_HINT,
+        )
+
+
+def _require_all(chain: Chain, live: Mapping[str, LiveTensor]) -> None:
+    """Raise unless all tensors of the base are in memory."""
+    missing = [name for name in chain.base if name not in live]
     if missing:
         raise MappingError(
             f"{pluralize(len(missing), 'tensor')} of the base "
@@ -107,16 +131,10 @@ def _select_all(
             why=quote_names(missing),
             hint="pass all tensors, or check only those that change",
         )
-    return {name: tensors[names.get(name, name)] for name in chain.base}
 
 
-def _select_tensors(
-    tensors: Mapping[str, Tensor],
-    chain: Chain,
-    changed: Mapping[str, ResolvedTensor],
-    names: Mapping[str, str],
-) -> dict[str, Tensor]:
-    """Return the tensors to change, by their names in the deltas."""
+def _require_same_tensors(chain: Chain) -> None:
+    """Raise if the result has other tensors, dtypes, shapes or ties than the base."""
     where = str(chain.deltas[0].root)
     added = [name for name in chain.tensors if name not in chain.base]
     removed = [name for name in chain.base if name not in chain.tensors]
@@ -125,43 +143,50 @@ def _select_tensors(
             "the delta adds or removes tensors",
             where=where,
             why=quote_names([*added, *removed]),
-            hint="apply it to a checkpoint, and load the result",
+            hint=CHECKPOINT_HINT,
         )
     if tied := [name for name, item in chain.tensors.items() if _is_newly_tied(name, item, chain)]:
         raise MappingError(
             "the delta ties tensors that differ in the base",
             where=where,
             why=quote_names(tied),
-            hint="apply it to a checkpoint, and load the result",
+            hint=CHECKPOINT_HINT,
         )
-    missing = [name for name in changed if names.get(name, name) not in tensors]
+    cast = [
+        name
+        for name, item in chain.tensors.items()
+        if (item.record.dtype, item.record.shape)
+        != (chain.base[name].dtype, chain.base[name].shape)
+    ]
+    if cast:
+        raise MappingError(
+            "the delta changes dtypes or shapes",
+            where=where,
+            why=quote_names(cast),
+            hint=CHECKPOINT_HINT,
+        )
+
+
+def _require_live(
+    chain: Chain, live: Mapping[str, LiveTensor], changed: Mapping[str, ResolvedTensor]
+) -> None:
+    """Raise if a changed tensor is not in memory.
+
+    A tied tensor may be missing, as in ``named_parameters()`` of torch.
+    """
+    missing = [
+        name
+        for name, item in changed.items()
+        if name not in live and (item.record.alias_of or name) not in live
+    ]
     if missing:
         raise MappingError(
             f"{pluralize(len(missing), 'changed tensor')} of the delta "
             f"{'is' if len(missing) == 1 else 'are'} missing",
-            where=where,
+            where=str(chain.deltas[0].root),
             why=quote_names(missing),
-            hint="pass all tensors, and `names` for those with other names",
+            hint="pass all tensors, and `names`, `fused` or `layout` if they differ from the delta",
         )
-    selected = {name: tensors[names.get(name, name)] for name in changed}
-    for name, tensor in selected.items():
-        if tensor.is_meta or hasattr(tensor, "to_local"):
-            raise MappingError(
-                f"`{name}` has no data" if tensor.is_meta else f"`{name}` is a DTensor",
-                where=where,
-                hint="pass complete tensors, or apply the delta to a checkpoint",
-            )
-        record = changed[name].record
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if (dtype, shape) != (record.dtype, record.shape):
-            raise MappingError(
-                f"`{name}` has another dtype or shape",
-                where=where,
-                why=f"{dtype} {list(shape)} in memory, {record.dtype} {list(record.shape)} in "
-                "the delta",
-                hint="apply it to a checkpoint, and load the result",
-            )
-    return selected
 
 
 def _is_newly_tied(name: str, resolved: ResolvedTensor, chain: Chain) -> bool:
@@ -172,10 +197,7 @@ def _is_newly_tied(name: str, resolved: ResolvedTensor, chain: Chain) -> bool:
 
 
 def _select_distinct(
-    tensors: Mapping[str, Tensor],
-    chain: Chain,
-    live: Mapping[str, Tensor],
-    names: Mapping[str, str],
+    chain: Chain, live: Mapping[str, LiveTensor], changed: Mapping[str, ResolvedTensor]
 ) -> dict[str, ResolvedTensor]:
     """Return the changed tensors, but only the first of those that share memory.
 
@@ -186,15 +208,16 @@ def _select_distinct(
     """
     firsts: dict[tuple[object, ...], str] = {}
     distinct: dict[str, ResolvedTensor] = {}
-    for name in dict.fromkeys([*live, *chain.tensors]):
-        tensor, resolved = tensors.get(names.get(name, name)), chain.tensors[name]
+    for name in dict.fromkeys([*changed, *chain.tensors]):
+        tensor, resolved = live.get(name), chain.tensors[name]
         if tensor is None:
             continue
-        first = firsts.setdefault(_get_memory_key(tensor), name) if tensor.data_ptr() else name
+        has_memory = any(view.data_ptr() for view, _ in tensor.pieces)
+        first = firsts.setdefault(tensor.memory_key, name) if has_memory else name
         if first == name:
-            if name in live:
+            if name in changed:
                 distinct[name] = resolved
-        elif not resolved.record.has_elements_of(chain.tensors[first].record) and first in live:
+        elif not resolved.record.has_elements_of(chain.tensors[first].record) and first in changed:
             raise MappingError(
                 "tensors that share memory differ in the result",
                 where=str(chain.deltas[0].root),
@@ -204,14 +227,11 @@ def _select_distinct(
     return distinct
 
 
-def _get_memory_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors of the same elements in memory."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _require_base(chain: Chain, live: Mapping[str, Tensor]) -> None:
+def _require_base(chain: Chain, live: Mapping[str, LiveTensor]) -> None:
     """Raise unless the tensors have the digests of the base."""
-    digests = {name: _hash_tensor(tensor) for name, tensor in live.items()}
+    digests = {
+        name: _hash_tensor(tensor.gather(chain.base[name].shape)) for name, tensor in live.items()
+    }
     wrong = [name for name, digest in digests.items() if digest != chain.base[name].sha256]
     if not wrong:
         return
@@ -232,9 +252,8 @@ def _require_base(chain: Chain, live: Mapping[str, Tensor]) -> None:
     )
 
 
-def _apply_payloads(tensor: Tensor, readers: Sequence[PayloadReader], block_bytes: int) -> None:
-    """Change one tensor in place, a block at a time."""
-    dense = tensor.detach().contiguous()
+def _apply_payloads(dense: Tensor, readers: Sequence[PayloadReader], block_bytes: int) -> None:
+    """Change a contiguous tensor in place, a block at a time."""
     words = view_tensor_as_words(dense)
     per_block = block_bytes // words.element_size()
     for number, start in enumerate(range(0, len(words), per_block)):
@@ -248,8 +267,6 @@ def _apply_payloads(tensor: Tensor, readers: Sequence[PayloadReader], block_byte
                 target.copy_(change)
             else:
                 target.add_(change)
-    if dense.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(dense)
 
 
 def _hash_tensor(tensor: Tensor) -> str:
@@ -263,7 +280,7 @@ def _hash_tensor(tensor: Tensor) -> str:
 
 
 def _iterate_words(tensor: Tensor) -> Iterator[Tensor]:
-    words = view_tensor_as_words(tensor.detach().contiguous())
+    words = view_tensor_as_words(tensor)
     step = (4 << 20) // words.element_size()
     for start in range(0, len(words), step):
         yield words[start : start + step]
