@@ -109,18 +109,7 @@ def convert_run(
     _print_selection(output, plan.selection)
     _print_statements(output, plan)
     if run.dry_run:
-        output.print_answer(
-            name,
-            plan,
-            names=(
-                item.target for item in plan.checkpoints if item.action in ("convert", "verify")
-            ),
-            rows=(_make_plan_row(output, item) for item in plan.checkpoints),
-            columns=PLAN_COLUMNS,
-            human=lambda: _show_plan(output, plan),
-        )
-        plan.require_complete()
-        output.print_hint(f"run it with `{format_command_line()}`")
+        _print_plan(output, name, plan)
         return
     if plan.is_hub_upload:
         _confirm_uploads(output, plan, dst, run.yes)
@@ -176,6 +165,20 @@ def _confirm_uploads(output: Printer, plan: RunConversionPlan, dst: TreePath, ye
     question = f"Upload {count} ({format_bytes(plan.nbytes)}) to {dst}?"
     if output.can_prompt and not yes and not typer.confirm(question, err=True):
         raise RefusedError("nothing was uploaded", where=str(dst))
+
+
+def _print_plan(output: Printer, name: str, plan: RunConversionPlan) -> None:
+    """Print what a run would do, and raise if a checkpoint cannot be converted."""
+    output.print_answer(
+        name,
+        plan,
+        names=(item.target for item in plan.checkpoints if item.action in ("convert", "verify")),
+        rows=(_make_plan_row(output, item) for item in plan.checkpoints),
+        columns=PLAN_COLUMNS,
+        human=lambda: _show_plan(output, plan),
+    )
+    plan.require_complete()
+    output.print_hint(f"run it with `{format_command_line()}`")
 
 
 def _make_plan_row(output: Printer, item: PlannedCheckpoint) -> Row:

@@ -1100,7 +1100,7 @@ def test_apply_to_changes_tensors_of_another_layout(
         delta.apply_to(live, deltas[4], layout=layout, config=config)
     for options in ({"layout": layout, "names": {"a": "b"}}, {"config": config}):
         with pytest.raises(UsageError, match=r"cannot be combined|requires"):
-            delta.apply_to(live, deltas[4], **options)  # type: ignore[arg-type]
+            delta.apply_to(live, deltas[4], **options)
 
 
 def test_apply_to_changes_rows_of_fused_tensors(

@@ -153,7 +153,7 @@ def write_delta(folder: Path, base: Path, new: Path) -> None:
             file = writer.add_payload(name, [encode_table(blocks), contents[1]])
         changes[name] = TensorChange(before, after, file)
     writer.finish_payloads()
-    writer.finish(build_manifest(changes, writer, "deflate", "llama3", "hf"))
+    writer.finish(build_manifest(changes, writer, "deflate", "llama3", "hf", {}))
 
 
 def run(line: str) -> Result:

@@ -61,8 +61,9 @@ def check_chain(
         for name, digests in map_in_threads(hasher.hash_tensor, names, jobs):
             hashed[name] = digests
             progress(digests.nbytes)
-    for opened in (*chain.deltas, base):
-        opened.require_unchanged()
+    for delta in chain.deltas:
+        delta.require_unchanged()
+    base.require_unchanged()
     _require_base(chain, base, {name: item.base for name, item in hashed.items() if item.base})
     wrong = [name for name, item in changed.items() if hashed[name].result != item.record.sha256]
     if wrong:
@@ -108,8 +109,8 @@ class _TensorHasher:
             return _Digests(base[0], None, base[1])
         if resolved.base_name == name and is_like_record(self._tensors.get(name), resolved.record):
             digest = hashlib.sha256()
-            blocks = _hash_blocks(self._iterate_base_blocks(name), digest)
-            result, nbytes = self._hash_result(resolved, blocks)
+            hashed = _hash_blocks(self._iterate_base_blocks(name), digest)
+            result, nbytes = self._hash_result(resolved, hashed)
             return _Digests(digest.hexdigest() if name in self._stored else None, result, nbytes)
         base_digest, base_bytes = self._hash_base(name) if name in self._stored else (None, 0)
         origin = resolved.base_name

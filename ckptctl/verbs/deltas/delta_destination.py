@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -25,20 +25,14 @@ REPLACEABLE_DELTA = Replaceable(is_delta, "a delta")
 
 
 class StagedDelta(Protocol):
-    """Delta that is written to a local folder before it is published.
-
-    Attributes:
-        notes: Notes on the publication.
-    """
-
-    notes: list[str]
+    """Delta that is written to a local folder before it is published."""
 
     @property
     def data(self) -> Path:
         """Folder in which the files are written."""
 
-    def publish(self) -> None:
-        """Publish the files."""
+    def publish(self) -> list[str]:
+        """Publish the files, and return notes to show to the user."""
 
 
 def resolve_delta_destination(
@@ -105,7 +99,7 @@ def _require_free(url: UrlPath) -> None:
         raise destination_exists_error(found, REPLACEABLE_DELTA)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _ScratchDelta:
     """Delta in a temporary folder, from which it is uploaded."""
 
@@ -113,10 +107,12 @@ class _ScratchDelta:
     _url: UrlPath
     _read: Mapping[TreePath, Iterable[str]]
     _overwrite: bool
-    notes: list[str] = field(default_factory=list)
 
-    def publish(self) -> None:
-        """Upload all files. The manifest or index, without which it is no delta, is the last."""
+    def publish(self) -> list[str]:
+        """Upload all files, and return notes to show to the user.
+
+        The last file is the manifest or index, without which it is no delta.
+        """
         paths = [path for path in self.data.rglob("*") if path.is_file()]
         names = sorted(str(path.relative_to(self.data)) for path in paths)
         names.sort(key=lambda name: name in (MANIFEST, INDEX))
@@ -133,5 +129,4 @@ class _ScratchDelta:
             upload.upload_file(names[-1], self.data / names[-1])
             upload.publish_files()
             self._url.tree.forget_url(str(self._url))
-        if not self._url.tree.atomic and len(names) > 1:
-            self.notes.append(NOT_ATOMIC_NOTE)
+        return [] if self._url.tree.atomic or len(names) == 1 else [NOT_ATOMIC_NOTE]

@@ -200,7 +200,7 @@ class DeltaMaker:
                 nbytes = writer.finish_version(version or 0, payloads)
             else:
                 nbytes = writer.finish(manifest)
-            stage.publish()
+            notes = stage.publish()
         return build_result(
             [str(path) for path in self.sources],
             self.target.path,
@@ -208,7 +208,7 @@ class DeltaMaker:
             nbytes,
             time.monotonic() - start,
             out_of_range=losses,
-            notes=tuple(stage.notes),
+            notes=tuple(notes),
         )
 
     def _list_read_files(self) -> dict[TreePath, set[str]]:

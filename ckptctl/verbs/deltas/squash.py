@@ -129,14 +129,14 @@ class DeltaSquash:
             nbytes = writer.finish(manifest)
             for delta in self.chain.deltas:
                 delta.require_unchanged()
-            stage.publish()
+            notes = stage.publish()
         return build_result(
             [str(delta.root) for delta in self.chain.deltas],
             self.target.path,
             manifest,
             nbytes,
             time.monotonic() - start,
-            notes=tuple(stage.notes),
+            notes=tuple(notes),
         )
 
     def _compose(
