@@ -158,8 +158,9 @@ QWEN3_NEXT = MegatronStyle(
         "experimental_attention_variant": ("gated_delta_net", None),
     },
     config={**UNBIASED, **ALL_SPARSE},
-    provider=f"{MODELS}qwen.qwen_provider.Qwen3NextModelProvider",
+    provider=GPT,
     class_prefixes=("Qwen3Next",),
+    layer_spec=VARIANT_BLOCK,
     layer_pattern=("linear_attention", 4),
 )
 
@@ -435,7 +436,7 @@ GPT_OSS = MegatronStyle(
         "position_embedding_type": ("yarn", "rope"),
     },
     config={**SILU, "attention_bias": (True,)},
-    provider=f"{MODELS}gpt_oss.gpt_oss_provider.GPTOSSProvider",
+    provider=GPT,
     class_prefixes=("GPTOSS",),
     copies=COPIED_FFN,
     layer_pattern=("sliding_attention", 2),

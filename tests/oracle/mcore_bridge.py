@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import yaml
+from packaging.version import Version
 
 ABSENT: tuple[str, ...] = (
     *("megatron.bridge.models", "megatron.bridge.recipes", "megatron.bridge.data"),
@@ -47,10 +48,13 @@ def _named(name: str) -> Any:
 
 
 class _StandIns(MetaPathFinder, Loader):
+    def __init__(self, absent: Sequence[str]) -> None:
+        self.absent = absent
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        absent = any(f"{name}.".startswith(f"{one}.") for one in ABSENT)
+        absent = any(f"{name}.".startswith(f"{one}.") for one in self.absent)
         return ModuleSpec(name, self, is_package=True) if absent else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -65,12 +69,27 @@ def stand_in() -> None:
     if isinstance(sys.meta_path[0], _StandIns):
         return
     sys.modules["megatron.core.extensions.transformer_engine"] = None  # type: ignore[assignment]
-    found = find_spec("megatron.bridge")
+    _empty_package("megatron.bridge")
+    sys.meta_path.insert(0, _StandIns(ABSENT))
+
+
+def stand_in_for_engine() -> None:
+    """Let models of Bridge 0.6 be imported one by one, in a process that runs none of them."""
+    for name in ("gpt_model", "experimental_attention_variant_module_specs"):
+        import_module(f"megatron.core.models.gpt.{name}")  # which work without the engine
+    import_module("megatron.core.utils")._te_version = Version("0")
+    _empty_package("megatron.bridge")
+    _empty_package("megatron.bridge.models")
+    sys.meta_path.insert(0, _StandIns([one for one in ABSENT if one != "megatron.bridge.models"]))
+
+
+def _empty_package(name: str) -> None:
+    """Let the modules of a package be imported without what the package itself imports."""
+    found = find_spec(name)
     assert found is not None
-    bridge = ModuleType("megatron.bridge")
-    bridge.__path__ = list(found.submodule_search_locations or ())
-    sys.modules["megatron.bridge"] = bridge
-    sys.meta_path.insert(0, _StandIns())
+    package = ModuleType(name)
+    package.__path__ = list(found.submodule_search_locations or ())
+    sys.modules[name] = package
 
 
 def peft_of(file: Path) -> Any:
