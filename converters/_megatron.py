@@ -377,6 +377,62 @@ NEMOTRON = MegatronStyle(
     class_prefixes=("NemotronModelProvider", "NemotronConfig", "Nemotron3", "Nemotron4"),
 )
 
+HYBRID = f"{MODELS}hybrid.hybrid_provider.HybridModelProvider"
+
+NEMOTRON_H = MegatronStyle(
+    facts=(
+        *SIZES,
+        replace(FACTS["layer_norm_epsilon"], default=1e-5),
+        TIED,
+        Fact("layers_block_type", kind="layer letters", megatron="hybrid_layer_pattern"),
+        Fact("mamba_num_heads", "", "count", 128, megatron="mamba_num_heads"),
+        Fact("mamba_head_dim", "", "count", 64, megatron="mamba_head_dim"),
+        Fact("n_groups", "", "count", 8, megatron="mamba_num_groups"),
+        Fact("ssm_state_size", "", "count", 128, megatron="mamba_state_dim"),
+        replace(TOP, default=2),
+        replace(EXPERT_FFN, default=7688),
+        replace(FACTS["n_routed_experts"], default=8),
+        Fact(
+            "moe_shared_expert_intermediate_size",
+            *("", "count", 7688),
+            megatron="moe_shared_expert_intermediate_size",
+        ),
+        Fact("moe_latent_size", "", "optional", None, megatron="moe_latent_size"),
+        *get_facts("n_group", "topk_group", "routed_scaling_factor"),
+        MTP_LAYERS,
+        Fact(
+            "mtp_layers_block_type",
+            kind="MTP letters",
+            default=["full_attention", "moe"],
+            megatron="mtp_hybrid_override_pattern",
+        ),
+    ),
+    model_type="nemotron_h",
+    fields={
+        **SIGMOID,
+        "activation_func": ("squared_relu",),
+        "gated_linear_unit": (False,),
+        "position_embedding_type": ("none",),
+        "is_hybrid_model": (True,),
+    },
+    config={
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "use_bias": (False,),
+        "mamba_proj_bias": (False,),
+        "use_conv_bias": (True,),
+        "conv_kernel": (4,),
+        "n_shared_experts": (1,),
+        "norm_topk_prob": (True,),
+        "residual_in_fp32": (False,),
+    },
+    provider=HYBRID,
+    class_prefixes=("NemotronHModel", "NemotronNano", "Nemotron3Nano", "MambaModelProvider"),
+    has_optional_experts=True,
+)
+
 STARCODER2 = MegatronStyle(
     facts=(
         *(fact for fact in DENSE if fact not in (EPSILON, TIED)),

@@ -13,7 +13,7 @@ layer's projection and convolution, without biases of projections.
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind
 
-from . import _proofs
+from . import _megatron, _proofs
 
 BEFORE = """
 logical  axes  hf, mlx: backbone.  hf-v5: model.
@@ -263,6 +263,7 @@ FAMILY = Family(
     },
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore"),
     config_signs=({"model_type": "nemotron_h"},),
+    megatron=_megatron.NEMOTRON_H,
     tiny=dict(
         v=24,
         d=20,

@@ -16,6 +16,7 @@ from typing import Literal
 from ckptctl.errors import format_option, quote_names
 from ckptctl.facts.fact_names import (
     CANONICAL_KEYS,
+    CANONICAL_LAYER_TYPES,
     CANONICAL_VALUES,
     IGNORED_KEYS,
     IMPLIED_VALUES,
@@ -387,6 +388,8 @@ def _to_canonical_name(name: str) -> str:
 
 def to_canonical_value(value: object) -> object:
     """Return the canonical spelling of *value*, or *value* itself if only one spelling exists."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return [CANONICAL_LAYER_TYPES.get(one, one) for one in value]
     return CANONICAL_VALUES.get(value, value) if isinstance(value, str) else value
 
 

@@ -88,6 +88,8 @@ IMPLIED_VALUES: Mapping[str, object] = {"rope.rope_type": "default", "quantizati
 """Values that a config.json of any family implies if it does not set the key."""
 
 CANONICAL_VALUES = {"swish": "silu"}
+CANONICAL_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Canonical words for layer types in lists, as in transformers' ``remap_legacy_layer_types``."""
 CANONICAL_KEYS = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",

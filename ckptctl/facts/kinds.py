@@ -259,6 +259,47 @@ def _write_rotated_part(value: object, name: str, facts: Values) -> float | None
     return None if rotated is None or size is None else rotated / size
 
 
+LAYER_LETTERS: Mapping[str, str] = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "moe": "E",
+    "mlp": "-",
+}
+"""Letter of each layer type in Megatron-Core's pattern of a hybrid model (``hybrid_model.py``)."""
+MTP_SEPARATOR, STAGE_SEPARATOR = "/", "|"
+
+
+def read_layer_letters(value: object, name: str, _: Values) -> list[str] | None:
+    """Convert a pattern such as ``M*E|M-/*E`` to the types of all layers except MTP layers."""
+    if value is None:
+        return None
+    types = {letter: layer_type for layer_type, letter in reversed(LAYER_LETTERS.items())}
+    text = value if isinstance(value, str) else "?"
+    letters = text.partition(MTP_SEPARATOR)[0].replace(STAGE_SEPARATOR, "")
+    if unknown := sorted(set(letters) - types.keys()):
+        raise MappingError(
+            f"`{name}` has unknown layer types",
+            where=name,
+            why=f"{unknown} in {value!r}"[:200],
+            hint=assets_hint(),
+        )
+    return [types[letter] for letter in letters]
+
+
+def _write_layer_letters(value: object, name: str, _: Values) -> str:
+    types = value if isinstance(value, list) else []
+    if not types or not all(isinstance(one, str) and one in LAYER_LETTERS for one in types):
+        why = f"its layer types are {', '.join(LAYER_LETTERS)}"
+        raise inexpressible_error("Megatron-Core's configuration", name, value, why)
+    return "".join(LAYER_LETTERS[one] for one in types)
+
+
+def _write_mtp_letters(value: object, name: str, facts: Values) -> str | None:
+    return _write_layer_letters(value, name, facts) if facts["num_nextn_predict_layers"] else None
+
+
 def assets_hint() -> str:
     """Return the hint to pass the trained model's config.json."""
     return f"pass {format_option('--assets DIR')} with the trained model's config.json"
@@ -336,6 +377,9 @@ FACT_KINDS: Mapping[str, FactKind] = {
     ),
     # The interval of layers with full attention among layers with linear attention.
     "interval": FactKind(parse_size, _read_interval),
+    # The types of layers, which Megatron-Core states as letters.
+    "layer letters": FactKind(parse_size, read_layer_letters, _write_layer_letters),
+    "MTP letters": FactKind(parse_size, read_layer_letters, _write_mtp_letters, neutral=None),
     # The number of rotated dimensions of a head, which Megatron-Core states as a part of all.
     "rotated": FactKind(parse_size, _read_rotated_size, _write_rotated_part),
     # A number that Megatron-Core states as its inverse square root.

@@ -18,6 +18,7 @@ from ckptctl.facts.kinds import (
     assets_hint,
     inexpressible_error,
     list_indexer_types,
+    read_layer_letters,
     read_megatron_value,
     require_number,
     write_megatron_value,
@@ -57,6 +58,8 @@ from ckptctl.planner.layouts import Family
 TARGET_KEY = "_target_"
 """Key under which Megatron-Bridge and NeMo state the class of an object."""
 EXPERT_COUNT_FIELD, MTP_COUNT_FIELD = "num_moe_experts", "mtp_num_layers"
+PATTERN_FIELD, OLD_PATTERN_FIELD = "hybrid_layer_pattern", "hybrid_override_pattern"
+"""Field with the letters of a hybrid model's layers, and its name until Megatron-Core 0.16."""
 CONFIG_NAME = "Megatron-Core's configuration"
 _PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
@@ -109,6 +112,9 @@ def extract_megatron_fields(record: Json) -> dict[str, object]:
         fields = {
             name: value for name, value in fields.items() if name not in LINEAR_ATTENTION_FIELDS
         }
+    old_pattern = fields.pop(OLD_PATTERN_FIELD, None)
+    if old_pattern is not None and fields.get(PATTERN_FIELD) is None:
+        fields[PATTERN_FIELD] = old_pattern
     if "old_context_len" in fields and "scale_factor" in fields:
         fields |= {"rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
     return _normalize_expert_fields(fields)
@@ -202,7 +208,8 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
             local_key=local_key,
             stored_value=stored,
         )
-    for fact in style.facts:  # dense models state None
+    # Dense models state None.
+    for fact in () if style.has_optional_experts else style.facts:
         if fact.megatron == EXPERT_COUNT_FIELD and fields.get(EXPERT_COUNT_FIELD, 0) is None:
             yield Statement(
                 style.config_prefix + fact.config,
@@ -373,11 +380,11 @@ def config_to_megatron_fields(
         get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
     )
     values = text_config if isinstance(text_config, Mapping) else values
-    values = _fill_indexer_types(values)
+    values = _fill_layer_types(style, _fill_indexer_types(values))
     _require_expressible(family, style, values)
     sizes_by_name = _name_sizes(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {fact.config: _get_fact_value(fact, values, sizes_by_name) for fact in style.facts}
-    if sizes is not None:
+    if sizes is not None and any("j" in tensor.indices for tensor in family.tensors.values()):
         mtp_facts = (fact.config for fact in style.facts if fact.megatron == MTP_COUNT_FIELD)
         facts |= dict.fromkeys(mtp_facts, sizes.get("j", 0))
     fields = {fact.megatron: write_megatron_value(fact, facts) for fact in style.facts}
@@ -391,6 +398,9 @@ def config_to_megatron_fields(
     fields |= rope_fields
     for name, allowed in get_expected_fields(style, fields).items():
         fields.setdefault(name, allowed[0])
+    if style.has_optional_experts and "moe" not in (get_nested(values, "layers_block_type") or ()):
+        fields = {name: value for name, value in fields.items() if not name.startswith("moe_")}
+        fields[EXPERT_COUNT_FIELD] = None
     if style.has_local_rope:
         base = require_number(
             get_nested(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq"
@@ -423,16 +433,36 @@ def _fill_indexer_types(values: Json) -> Json:
     return {**values, "indexer_types": types}
 
 
+def _fill_layer_types(style: MegatronStyle, values: Json) -> Json:
+    """Add ``layers_block_type`` and its length to *values* if they state letters, as published.
+
+    Source: transformers' ``configuration_nemotron_h.py``.
+    """
+    if all(fact.megatron != PATTERN_FIELD for fact in style.facts):
+        return values
+    letters = {
+        f"{kind}hybrid_override_pattern": f"{kind}layers_block_type" for kind in ("", "mtp_")
+    }
+    added = {
+        name: read_layer_letters(get_nested(values, pattern), pattern, values)
+        for pattern, name in letters.items()
+        if get_nested(values, name) is None and get_nested(values, pattern) is not None
+    }
+    types = get_nested({**values, **added}, "layers_block_type")
+    count = {"num_hidden_layers": len(types)} if isinstance(types, list) else {}
+    return {**count, **values, **added}
+
+
 def _get_fact_value(fact: Fact, values: Json, sizes_by_name: Mapping[str, int]) -> object:
     """Return the value of *fact* in config.json, or its default if it is not set."""
+    fact_kind, value = FACT_KINDS[fact.kind], get_nested(values, fact.config)
+    is_null = has_field(values, fact.config) or fact.default is None
+    if value is None and fact_kind.allows_null and is_null:
+        return None  # also if tensors have a dimension for it, of another size
     if fact.config in sizes_by_name:
         return sizes_by_name[fact.config]
-    value = get_nested(values, fact.config)
     if value is None and fact.config == "partial_rotary_factor":
         value = get_nested(values, "rope.partial_rotary_factor")
-    fact_kind = FACT_KINDS[fact.kind]
-    if value is None and fact_kind.allows_null and has_field(values, fact.config):
-        return None
     value = fact.default if value is None else value
     if value is NEEDED and fact_kind.neutral is NEEDED:
         raise MappingError(
@@ -470,6 +500,7 @@ def iterate_default_statements(family: Family, config: Json, source: str) -> Ite
     style = family.megatron
     if style is None:
         return
+    config = _fill_layer_types(style, config)
     explicit_facts = {
         statement.fact
         for statement in read_config_statements(family, config, source)

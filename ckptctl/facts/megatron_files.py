@@ -100,7 +100,7 @@ def build_megatron_arguments(
         **NO_TRAINING_STATE,
         **build_precision_flags(dtype),
         "group_query_attention": is_grouped,
-        "use_rotary_position_embeddings": True,
+        "use_rotary_position_embeddings": fields["position_embedding_type"] != "none",
         "untie_embeddings_and_output_weights": not is_tied,
         "padded_vocab_size": fields["vocab_size"] if padded_rows is None else padded_rows,
     }

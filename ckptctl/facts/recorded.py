@@ -147,7 +147,7 @@ def _is_consistent(style: MegatronStyle, fields: Json) -> bool:
     """Return whether *fields* agree with the values that all models of the family have."""
     expected_values = get_expected_fields(style, fields).items()
     needed = [fact for fact in style.facts if fact.megatron == EXPERT_COUNT_FIELD]
-    if needed and fields.get(EXPERT_COUNT_FIELD, 0) is None:
+    if needed and not style.has_optional_experts and fields.get(EXPERT_COUNT_FIELD, 0) is None:
         return False
     return all(
         is_allowed(allowed, fields[name]) for name, allowed in expected_values if name in fields

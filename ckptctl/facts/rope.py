@@ -99,6 +99,8 @@ def write_megatron_rope(style: MegatronStyle, scaling: Json) -> dict[str, object
     """Convert ``rope_scaling`` to Megatron-Core's fields, or return None if it is unsupported."""
     rope_type = scaling.get("rope_type") or "default"
     is_latent = True in style.fields.get("multi_latent_attention", ())
+    if style.fields.get("position_embedding_type") == ("none",):
+        return {} if rope_type == "default" else None
     if rope_type == "default" and is_latent:
         unscaled: dict[str, object] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
         return unscaled | {"mscale": 1.0, "mscale_all_dim": 1.0}

@@ -26,6 +26,7 @@ BRIDGES: Mapping[str, str] = {
     "gpt_oss": "gpt_oss.gpt_oss_bridge:GPTOSSBridge",
     "llama3_2": "llama.llama_bridge:LlamaBridge",
     "minimax_m2": "minimax_m2.minimax_m2_bridge:MiniMaxM2Bridge",
+    "nemotron_h": "nemotronh.nemotron_h_bridge:NemotronHBridge",
     "qwen3": "qwen.qwen3_bridge:Qwen3Bridge",
     "qwen3_moe": "qwen.qwen3_moe_bridge:Qwen3MoEBridge",
     "qwen3_next": "qwen.qwen3_next_bridge:Qwen3NextBridge",

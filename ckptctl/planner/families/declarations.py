@@ -174,6 +174,7 @@ class MegatronStyle:
         layer_pattern: ``(layer type, every)``. Every *every*-th layer has full attention, or none
             if it is 0, and all other layers have the given type.
         has_local_rope: Whether sliding-window layers have separate RoPE frequencies.
+        has_optional_experts: Whether models of the family may have no experts.
         config_prefix: Prefix of the names of all *facts* in config.json.
         translated: Whether config.json is derived from Megatron-Core's configuration.
     """
@@ -189,6 +190,7 @@ class MegatronStyle:
     layer_spec: str = ""
     layer_pattern: tuple[str, int] = ("", 1)
     has_local_rope: bool = False
+    has_optional_experts: bool = False
     config_prefix: str = ""
     translated: bool = True
 

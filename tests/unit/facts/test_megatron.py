@@ -154,6 +154,23 @@ BEYOND: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "nemotron_h": {
+        **EXPERTS,
+        "layer_norm_epsilon": 1e-5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 20,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 14,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 1,
+        "mtp_layers_block_type": ["full_attention", "moe"],
+    },
     "nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "phi3": {"sliding_window": 2047, "partial_rotary_factor": 0.75},
@@ -172,6 +189,7 @@ LACKING = {
     "glm_moe_dsa": ("head_dim",),
     "qwen3_5_moe_text": ("intermediate_size",),
     "nemotron": ("rms_norm_eps",),
+    "nemotron_h": ("rms_norm_eps", "rope_theta"),
 }
 NAMES = sorted(BEYOND)
 SAME_PROVIDER = {
@@ -240,6 +258,8 @@ def test_every_fact_is_compared_with_config(name: str) -> None:
             value = [0, 0, 1, 1]
         elif word.kind == "window":
             value = (7, 0)
+        elif word.kind.endswith("letters"):
+            value = "MM*-"
         elif word.config == "head_dim" and name == "minimax_m2":
             value = 48  # of which a whole number is rotated
         elif word.kind == "method":
@@ -386,6 +406,62 @@ def test_list_of_linear_layers_is_an_interval(name: str) -> None:
     for wrong in ([1, 1, 1, 1], [0, 1, 1, 0], [1, 1, 0, 1, 0]):
         with pytest.raises(MappingError, match="at a fixed interval"):
             statements(name, told | {"linear_attention_freq": wrong}, config(name))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        {"layers_block_type": None, "hybrid_override_pattern": "ME*-"},
+    ],
+)
+def test_older_words_for_hybrid_layers_are_the_same_pattern(told: dict[str, Any]) -> None:
+    described = config("nemotron_h") | told
+    made = record("nemotron_h", "arguments", described)
+    assert (made["hybrid_layer_pattern"], made["num_layers"]) == ("ME*-", 4)
+    assert statements("nemotron_h", made, described) == []
+    mtp = described | {"mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*M"}
+    made = record("nemotron_h", "arguments", mtp)
+    assert made["mtp_hybrid_override_pattern"] == "*M"
+    assert statements("nemotron_h", made, mtp) == []
+
+
+@pytest.mark.parametrize("field", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+def test_hybrid_pattern_is_read_without_stages_and_mtp_layers(field: str) -> None:
+    told = record("nemotron_h", "arguments")
+    told = {key: value for key, value in told.items() if key != "hybrid_layer_pattern"}
+    told |= {"hybrid_override_pattern": None, field: "ME|*-/*E"}
+    assert statements("nemotron_h", told, config("nemotron_h")) == []
+    with pytest.raises(MappingError, match="has unknown layer types"):
+        statements("nemotron_h", told | {field: "MEG-"}, config("nemotron_h"))
+
+
+def test_hybrid_model_without_experts_has_none_in_arguments() -> None:
+    """transformers states sizes of experts in all cases."""
+    types = ["linear_attention", "mlp", "full_attention", "mlp"]
+    described = config("nemotron_h") | {"layers_block_type": types}
+    made = record("nemotron_h", "arguments", described)
+    assert made["num_experts"] is None
+    assert not [name for name in made if name.startswith("moe_")]
+    assert statements("nemotron_h", made, described) == []
+    known = {name: one for name, one in families.load_families().items() if one.megatron}
+    assert find_possible_families(known, made) == ["nemotron_h"]
+
+
+def test_size_that_config_sets_to_null_is_null_in_arguments() -> None:
+    """Without a latent, the dimension of its tensors is the hidden size."""
+    family, described = families.family("nemotron_h"), config("nemotron_h")
+    for told in (described | {"moe_latent_size": None}, {**described}):
+        made = build_megatron_arguments(family, told, {"l": 64})
+        assert made["moe_latent_size"] == (None if told["moe_latent_size"] is None else 64)
+
+
+@pytest.mark.parametrize(
+    "told", [{"use_bias": True}, {"conv_kernel": 3}, {"layers_block_type": ["moe", "x"]}]
+)
+def test_hybrid_model_that_megatron_cannot_build_is_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(MappingError, match="cannot express"):
+        record("nemotron_h", "arguments", config("nemotron_h") | told)
 
 
 def test_part_of_a_dimension_cannot_be_rotated() -> None:
