@@ -131,6 +131,52 @@ QWEN3_MOE = MegatronStyle(
     class_prefixes=("Qwen3MoE", "Qwen3Config30B_A3B", "Qwen3Config235B_A22B"),
 )
 
+QWEN3_VL_CONFIGS = "transformers.models.qwen3_vl{}.configuration_qwen3_vl{}.Qwen3VL{}"
+
+QWEN3_VL = replace(
+    QWEN3,
+    facts=(
+        *DENSE,
+        Fact("rope.mrope_section", "", "sections", [24, 20, 20], megatron="mrope_section"),
+        Fact("image_token_id", "", "count", 151655, megatron="image_token_id"),
+        Fact("video_token_id", "", "count", 151656, megatron="video_token_id"),
+        Fact("vision_start_token_id", "", "count", 151652, megatron="vision_start_token_id"),
+        Fact("vision_end_token_id", "", "count", 151653, megatron="vision_end_token_id"),
+    ),
+    model_type="qwen3_vl",
+    fields={**QWEN3.fields, "position_embedding_type": ("mrope",)},
+    provider=f"{MODELS}qwen_vl.qwen3_vl_provider.Qwen3VLModelProvider",
+    class_prefixes=("Qwen3VLModelProvider",),
+    config_prefix="text_config.",
+    outer_facts=(
+        *("tie_word_embeddings", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    ),
+    nested_configs={
+        "vision_config": (QWEN3_VL_CONFIGS.format("", "", "VisionConfig"), "vision_config"),
+        "hf_text_config": (QWEN3_VL_CONFIGS.format("", "", "TextConfig"), "text_config"),
+    },
+    translated=False,
+)
+
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    facts=(*QWEN3_VL.facts, TOP, EXPERTS, EXPERT_FFN),
+    model_type="qwen3_vl_moe",
+    fields={**QWEN3_VL.fields, "moe_router_pre_softmax": (False,)},
+    config={**QWEN3_VL.config, **ALL_SPARSE, "norm_topk_prob": (True,)},
+    provider=f"{MODELS}qwen_vl.qwen3_vl_provider.Qwen3VLMoEModelProvider",
+    class_prefixes=("Qwen3VLMoE",),
+    copies={"head_dim": "kv_channels"},
+    nested_configs={
+        name: (QWEN3_VL_CONFIGS.format("_moe", "_moe", f"Moe{kind}Config"), section)
+        for name, kind, section in (
+            ("vision_config", "Vision", "vision_config"),
+            ("hf_text_config", "Text", "text_config"),
+        )
+    },
+)
+
 LINEAR = get_facts(
     *("full_attention_interval", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
@@ -227,6 +273,19 @@ DEEPSEEK_V3 = MegatronStyle(
     provider=MLA,
     class_prefixes=("DeepSeekV3", "Moonlight", "KimiK2"),
     layer_spec=BLOCK,
+)
+
+KIMI_K25 = replace(
+    DEEPSEEK_V3,
+    facts=tuple(fact for fact in DEEPSEEK_V3.facts if fact != TIED),
+    model_type="kimi_k25",
+    fields={**DEEPSEEK_V3.fields, "share_embeddings_and_output_weights": (False,)},
+    # Bridge's provider contains a configuration class of the model's own code.
+    provider="",
+    class_prefixes=("KimiK25",),
+    layer_spec="",
+    config_prefix="text_config.",
+    translated=False,
 )
 
 INDEXER = get_facts("index_n_heads", "index_head_dim", "index_topk")

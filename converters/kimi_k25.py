@@ -135,7 +135,7 @@ FAMILY: Family = replace(
     proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "kimi_k25"},),
-    megatron=None,
+    megatron=_megatron.KIMI_K25,
     tiny=dict(
         deepseek_v2.FAMILY.tiny,
         wd=20,

@@ -165,6 +165,6 @@ FAMILY: Family = replace(
     proofs=_proofs.get_proofs("hf", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "qwen3_vl"},),
-    megatron=None,
+    megatron=_megatron.QWEN3_VL,
     tiny={**qwen3.FAMILY.tiny, **VISION_TINY, "w": 2},
 )

@@ -79,6 +79,6 @@ FAMILY: Family = replace(
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "qwen3_vl_moe"},),
-    megatron=None,
+    megatron=_megatron.QWEN3_VL_MOE,
     tiny={**qwen3_moe.FAMILY.tiny, **qwen3_vl.VISION_TINY, "w": 2},
 )

@@ -300,6 +300,14 @@ def _write_mtp_letters(value: object, name: str, facts: Values) -> str | None:
     return _write_layer_letters(value, name, facts) if facts["num_nextn_predict_layers"] else None
 
 
+def _require_sections(value: object, name: str) -> list[int]:
+    """Return the numbers of rotary pairs for time, height and width."""
+    sizes = list(value) if isinstance(value, (list, tuple)) else []
+    if len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes):
+        return sizes
+    raise MappingError(f"`{name}` must be three sizes", where=name, why=f"it is {value!r}"[:200])
+
+
 def assets_hint() -> str:
     """Return the hint to pass the trained model's config.json."""
     return f"pass {format_option('--assets DIR')} with the trained model's config.json"
@@ -377,6 +385,8 @@ FACT_KINDS: Mapping[str, FactKind] = {
     ),
     # The interval of layers with full attention among layers with linear attention.
     "interval": FactKind(parse_size, _read_interval),
+    # The numbers of rotary pairs for time, height and width.
+    "sections": FactKind(_require_sections),
     # The types of layers, which Megatron-Core states as letters.
     "layer letters": FactKind(parse_size, read_layer_letters, _write_layer_letters),
     "MTP letters": FactKind(parse_size, read_layer_letters, _write_mtp_letters, neutral=None),

@@ -202,7 +202,7 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
         )
         stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
         yield Statement(
-            style.config_prefix + fact.config,
+            style.get_config_name(fact.config),
             value,
             source,
             local_key=local_key,
@@ -212,7 +212,7 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
     for fact in () if style.has_optional_experts else style.facts:
         if fact.megatron == EXPERT_COUNT_FIELD and fields.get(EXPERT_COUNT_FIELD, 0) is None:
             yield Statement(
-                style.config_prefix + fact.config,
+                style.get_config_name(fact.config),
                 0,
                 source,
                 local_key=argument_names[EXPERT_COUNT_FIELD],
@@ -246,8 +246,10 @@ def build_partial_config(family: Family, record: Json) -> dict[str, object]:
     config = {fact.config: value for fact, value in iterate_megatron_facts(style, fields)}
     rope = read_megatron_rope(style, fields)
     config |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
-    inner = {style.config_prefix.rstrip("."): config} if style.config_prefix else config
-    return {"model_type": style.model_type, **inner}
+    if not style.config_prefix:
+        return {"model_type": style.model_type, **config}
+    outer = {name: config.pop(name) for name in style.outer_facts if name in config}
+    return {"model_type": style.model_type, **outer, style.config_prefix.rstrip("."): config}
 
 
 def megatron_to_config(
@@ -312,12 +314,15 @@ def read_max_length(record: Json) -> dict[str, object]:
 
 
 def _name_sizes(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Map axis *sizes* from axis names to keys of config.json."""
+    """Map axis *sizes* of the text model from axis names to keys of its config."""
     names = {axis: name for axis, (name, _) in {**SIZES, **family.sizes}.items()}
+    prefix = require_megatron_style(family).config_prefix
     sizes_by_path = {
         split_aliases(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)
     }
-    return {name.rpartition(".")[2]: size for name, size in sizes_by_path.items()}
+    # A tower may have sizes of the same names.
+    own_paths = (path for path in sizes_by_path if path.startswith(prefix))
+    return {path.rpartition(".")[2]: sizes_by_path[path] for path in own_paths}
 
 
 def _require_logit_fields(style: MegatronStyle, config_values: Json, rope: Json | None) -> None:
@@ -379,7 +384,9 @@ def config_to_megatron_fields(
     text_config = (
         get_nested(values, style.config_prefix.rstrip(".")) if style.config_prefix else None
     )
-    values = text_config if isinstance(text_config, Mapping) else values
+    if isinstance(text_config, Mapping):
+        outer = {name: values[name] for name in style.outer_facts if name in values}
+        values = {**text_config, **outer}
     values = _fill_layer_types(style, _fill_indexer_types(values))
     _require_expressible(family, style, values)
     sizes_by_name = _name_sizes(family, read_sizes(family, config) | dict(sizes or {}))
@@ -507,7 +514,7 @@ def iterate_default_statements(family: Family, config: Json, source: str) -> Ite
         if statement.is_explicit
     }
     for fact in style.facts:
-        name = style.config_prefix + fact.config
+        name = style.get_config_name(fact.config)
         if fact.default is not NEEDED and name not in explicit_facts:
             yield Statement(name, fact.default, source, is_explicit=False)
 

@@ -6,10 +6,17 @@ Sources: ``load_args_from_checkpoint`` and ``check_checkpoint_args`` in Megatron
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.facts.megatron import TARGET_KEY, config_to_megatron_fields, require_megatron_style
+from ckptctl.facts.kinds import inexpressible_error
+from ckptctl.facts.megatron import (
+    CONFIG_NAME,
+    TARGET_KEY,
+    config_to_megatron_fields,
+    require_megatron_style,
+)
 from ckptctl.facts.megatron_words import (
     ACTIVATION_ARGUMENTS,
     FIELD_BY_ARGUMENT,
@@ -17,6 +24,7 @@ from ckptctl.facts.megatron_words import (
     LENGTH_FIELDS,
 )
 from ckptctl.planner.config_facts import Json
+from ckptctl.planner.families.declarations import MegatronStyle, get_nested
 from ckptctl.planner.layouts import Family
 
 ONE_RANK = {
@@ -52,6 +60,8 @@ DEFAULT_SPECS = {f"{_GPT_MODULE}GPTModelProvider": f"{_GPT_MODULE}default_layer_
 EXPERT_IMPLEMENTATION = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 """Fields that select the implementation of experts, which does not affect results."""
 BRIDGE_MODULE = "megatron.bridge.training."
+OBJECT_KEY = re.compile(r"_[a-z]+_")
+"""Keys such as ``_target_`` and ``_call_``, with which Bridge's YAML describes objects."""
 
 
 def build_megatron_arguments(
@@ -145,10 +155,56 @@ def build_run_config(
         "activation_func": _build_object_reference(FUNCTION_PATHS[str(fields["activation_func"])]),
         "params_dtype": to_dtype_reference(dtype),
         **build_vocabulary_fields(fields["vocab_size"], padded_rows),
+        **_build_nested_configs(style, config),
     }
     spec = style.layer_spec or DEFAULT_SPECS.get(style.provider)
     model |= {"transformer_layer_spec": _build_layer_spec(spec)} if spec else {}
     return build_config_container(model)
+
+
+def _build_nested_configs(style: MegatronStyle, config: Json) -> dict[str, object]:
+    """Return the YAML of transformers' configurations that the provider contains.
+
+    Raises:
+        MappingError: config.json has no such section, or names an object, which Bridge would
+            import and call.
+    """
+    nested: dict[str, object] = {}
+    for name, (class_path, section) in style.nested_configs.items():
+        values = get_nested(config, section)
+        if not isinstance(values, Mapping):
+            raise MappingError(
+                f"{CONFIG_NAME} requires `{section}`", where="config.json", why="it is not set"
+            )
+        if _has_target(values):
+            why = "Megatron-Bridge would import and call the object that it names"
+            raise inexpressible_error(CONFIG_NAME, section, {TARGET_KEY: "..."}, why)
+        nested[name] = {TARGET_KEY: class_path, **_state_rope_parameters(values)}
+    return nested
+
+
+def _state_rope_parameters(values: Json) -> dict[str, object]:
+    """Replace RoPE fields of transformers 4 in *values*, which Bridge would ignore."""
+    scaling = values.get("rope_scaling")
+    old_fields = {
+        **({"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}),
+        **(scaling if isinstance(scaling, Mapping) else {}),
+    }
+    if not old_fields or values.get("rope_parameters") is not None:
+        return dict(values)
+    rope_type = old_fields.pop("type", "default")
+    kept = {name: v for name, v in values.items() if name not in ("rope_theta", "rope_scaling")}
+    return {**kept, "rope_parameters": {"rope_type": rope_type, **old_fields}}
+
+
+def _has_target(value: object) -> bool:
+    """Return whether *value* contains a key that has a meaning in Bridge's YAML."""
+    if isinstance(value, Mapping):
+        keys = (key for key in value if isinstance(key, str))
+        return any(OBJECT_KEY.fullmatch(key) for key in keys) or any(
+            _has_target(inner) for inner in value.values()
+        )
+    return isinstance(value, (list, tuple)) and any(map(_has_target, value))
 
 
 def build_config_container(model: Json) -> dict[str, object]:

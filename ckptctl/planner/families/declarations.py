@@ -175,7 +175,10 @@ class MegatronStyle:
             if it is 0, and all other layers have the given type.
         has_local_rope: Whether sliding-window layers have separate RoPE frequencies.
         has_optional_experts: Whether models of the family may have no experts.
-        config_prefix: Prefix of the names of all *facts* in config.json.
+        config_prefix: Prefix of the names of *facts* in config.json.
+        outer_facts: Names of facts in config.json that do not have *config_prefix*.
+        nested_configs: Import path of the configuration class of each provider field that contains
+            one, and the section of config.json with its values.
         translated: Whether config.json is derived from Megatron-Core's configuration.
     """
 
@@ -192,7 +195,13 @@ class MegatronStyle:
     has_local_rope: bool = False
     has_optional_experts: bool = False
     config_prefix: str = ""
+    outer_facts: tuple[str, ...] = ()
+    nested_configs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     translated: bool = True
+
+    def get_config_name(self, name: str) -> str:
+        """Return the full name in config.json of a fact or field of the text model."""
+        return name if name in self.outer_facts else self.config_prefix + name
 
 
 SIZES: Mapping[str, tuple[str, str]] = {

@@ -181,6 +181,22 @@ BEYOND: dict[str, dict[str, Any]] = {
         "rope_scaling": {n: v for n, v in YARN.items() if "mscale" not in n} | {"truncate": False},
     },
 }
+VISION = {"hidden_size": 40, "intermediate_size": 88, "num_heads": 5, "depth": 3}
+VISUAL: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"image_token_id": 90},
+    "qwen3_vl_moe": {"image_token_id": 90},
+    "kimi_k25": {},
+}
+"""Models with a vision tower: what config.json states next to their text model."""
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 4, 2]}},
+    "qwen3_vl_moe": {
+        **EXPERTS,
+        "num_experts": 8,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 4, 2]},
+    },
+    "kimi_k25": {**LATENT, **GROUPS, "num_nextn_predict_layers": 1},
+}
 TYPES = {"llama2": "llama", "llama3": "llama", "llama3_2": "llama"}
 LACKING = {
     "deepseek_v2": ("head_dim",),
@@ -202,6 +218,15 @@ RECORDS = ("arguments", "run_config")
 def config(name: str) -> dict[str, Any]:
     told = {"model_type": TYPES.get(name, name), **SIZES, **BEYOND[name]}
     return {key: value for key, value in told.items() if key not in LACKING.get(name, ())}
+
+
+def visual_config(name: str) -> dict[str, Any]:
+    """Return a config.json of a model with a vision tower, which has sizes of the same names."""
+    text = {**SIZES, **TEXTS[name]}
+    if name == "kimi_k25":
+        del text["head_dim"]
+    tower = {"vision_config": dict(VISION), "tie_word_embeddings": name == "qwen3_vl"}
+    return {"model_type": name, "text_config": text, **tower, **VISUAL[name]}
 
 
 def record(name: str, kind: str, told: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -304,7 +329,10 @@ def test_arguments_match_all_equivalent_model_types() -> None:
         "mistral",
         "phi3",
     ]
-    assert find_possible_families(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
+    assert find_possible_families(known, record("deepseek_v3", "arguments")) == [
+        "deepseek_v3",
+        "kimi_k25",  # with a tower
+    ]
 
 
 def test_null_scale_counts_as_missing() -> None:
@@ -369,6 +397,62 @@ def test_argument_of_another_architecture_is_refused(word: str, value: object) -
     with pytest.raises(MappingError) as raised:
         megatron_to_config(families.family("llama3"), told, {})
     assert "in every model of `llama3`" in str(raised.value.why)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("name", VISUAL)
+def test_text_model_next_to_a_tower_is_written_and_compared(name: str, kind: str) -> None:
+    described, known = visual_config(name), families.load_families()
+    told = record(name, kind, described)
+    fields = extract_megatron_fields(told)
+    assert (fields["hidden_size"], fields["ffn_hidden_size"], fields["num_layers"]) == (64, 112, 4)
+    assert fields["share_embeddings_and_output_weights"] is (name == "qwen3_vl")
+    assert statements(name, told, described) == []
+    found = statements(name, {**fields, "hidden_size": 40, "rotary_base": 7.5}, described)
+    assert {one.partition(" is")[0] for one in found} == {
+        "`text_config.hidden_size`",
+        "`text_config.rope_theta`",
+    }
+    if kind == "run_config":
+        styled = {name: one for name, one in known.items() if one.megatron}
+        assert find_possible_families(styled, told) == [name]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
+def test_tied_embeddings_and_sections_next_to_a_tower_are_compared(name: str) -> None:
+    described = visual_config(name)
+    fields = extract_megatron_fields(record(name, "run_config", described))
+    tied = not fields["share_embeddings_and_output_weights"]
+    found = statements(name, {**fields, "share_embeddings_and_output_weights": tied}, described)
+    assert len(found) == 1 and found[0].startswith("`tie_word_embeddings` is")
+    found = statements(name, {**fields, "mrope_section": [4, 4, 4]}, described)
+    assert len(found) == 1 and "mrope_section" in found[0]
+    with pytest.raises(MappingError, match="must be three sizes"):
+        statements(name, {**fields, "mrope_section": [4, -4]}, described)
+
+
+def test_run_config_contains_configurations_of_tower_and_text() -> None:
+    described = visual_config("qwen3_vl")
+    model: Any = record("qwen3_vl", "run_config", described)["model"]
+    assert model["vision_config"] == {
+        "_target_": "transformers.models.qwen3_vl.configuration_qwen3_vl.Qwen3VLVisionConfig",
+        **VISION,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 4, 2]}
+    assert model["hf_text_config"]["rope_parameters"] == rope
+    assert not {"rope_theta", "rope_scaling"} & model["hf_text_config"].keys()
+    del described["vision_config"]
+    with pytest.raises(MappingError, match="requires `vision_config`"):
+        record("qwen3_vl", "run_config", described)
+
+
+@pytest.mark.parametrize("place", ["_target_", "_call_", "_args_"])
+def test_object_in_configuration_of_a_tower_is_refused(place: str) -> None:
+    """Bridge imports and calls what its YAML names."""
+    described = visual_config("qwen3_vl")
+    described["vision_config"]["inner"] = [{"deep": {place: "os.system"}}]
+    with pytest.raises(MappingError, match="cannot express `vision_config`"):
+        record("qwen3_vl", "run_config", described)
 
 
 def windowed() -> list[str]:
