@@ -85,6 +85,29 @@ MISTRAL = MegatronStyle(
     class_prefixes=("Mistral",),
 )
 
+MINISTRAL3_VISION = MegatronStyle(
+    facts=(
+        *SIZES,
+        replace(EPSILON, default=1e-5),
+        replace(THETA, default=1000000.0),
+        TIED,
+        Fact("image_token_index", "", "count", 10, megatron="image_token_id"),
+    ),
+    model_type="mistral3",
+    config={**SILU, "sliding_window": (None,)},
+    extra_config={"text_config.model_type": "ministral3"},
+    provider=f"{MODELS}ministral3.ministral3_provider.Ministral3ModelProvider",
+    class_prefixes=("Ministral3",),
+    config_prefix="text_config.",
+    outer_facts=("image_token_index",),
+    # No field of Megatron-Core scales queries by position. Bridge's attention reads this.
+    has_arguments=False,
+    nested_configs={
+        "hf_config": ("transformers.models.mistral3.configuration_mistral3.Mistral3Config", "")
+    },
+    translated=False,
+)
+
 MIXTRAL = MegatronStyle(
     facts=(*(fact for fact in DENSE if fact != FFN), TOP, LOCAL_EXPERTS, ONLY_FFN, WINDOW),
     model_type="mixtral",

@@ -53,6 +53,7 @@ FAMILY: Family = replace(
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", "mcore", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "mistral3", "text_config.model_type": "ministral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": PRESENT},),
+    megatron=_megatron.MINISTRAL3_VISION,
     params=STYLE,
     presets=(({}, {"text_config": ministral3.BEYOND_PARAMS}),),
 )

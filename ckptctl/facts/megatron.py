@@ -249,7 +249,9 @@ def build_partial_config(family: Family, record: Json) -> dict[str, object]:
     if not style.config_prefix:
         return {"model_type": style.model_type, **config}
     outer = {name: config.pop(name) for name in style.outer_facts if name in config}
-    return {"model_type": style.model_type, **outer, style.config_prefix.rstrip("."): config}
+    text = {name.removeprefix(style.config_prefix): v for name, v in style.extra_config.items()}
+    section = style.config_prefix.rstrip(".")
+    return {"model_type": style.model_type, **outer, section: {**text, **config}}
 
 
 def megatron_to_config(

@@ -59,6 +59,8 @@ DEFAULT_SPECS = {f"{_GPT_MODULE}GPTModelProvider": f"{_GPT_MODULE}default_layer_
 """Default layer-spec function of each provider, used unless the family has its own."""
 EXPERT_IMPLEMENTATION = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 """Fields that select the implementation of experts, which does not affect results."""
+STATED_BY_CLASS = ("model_type", "transformers_version")
+"""Keys of config.json that are no fields of transformers' configuration class."""
 BRIDGE_MODULE = "megatron.bridge.training."
 OBJECT_KEY = re.compile(r"_[a-z]+_")
 """Keys such as ``_target_`` and ``_call_``, with which Bridge's YAML describes objects."""
@@ -80,7 +82,15 @@ def build_megatron_arguments(
         sizes: Axis sizes solved from the tensors, which override *config*.
         padded_rows: Rows of the stored embedding, or None for the vocabulary size.
         dtype: The element type of the weights.
+
+    Raises:
+        MappingError: Megatron-LM cannot build the family, or cannot express config.json.
     """
+    if not require_megatron_style(family).has_arguments:
+        raise MappingError(
+            f"Megatron-LM has no arguments for `{family.name}`",
+            why="only Megatron-Bridge builds its attention, from config.json",
+        )
     fields = config_to_megatron_fields(family, config, sizes)
     argument_by_field = {field_name: argument for argument, field_name in FIELD_BY_ARGUMENT.items()}
     arguments: dict[str, object] = {
@@ -171,7 +181,7 @@ def _build_nested_configs(style: MegatronStyle, config: Json) -> dict[str, objec
     """
     nested: dict[str, object] = {}
     for name, (class_path, section) in style.nested_configs.items():
-        values = get_nested(config, section)
+        values = get_nested(config, section) if section else config
         if not isinstance(values, Mapping):
             raise MappingError(
                 f"{CONFIG_NAME} requires `{section}`", where="config.json", why="it is not set"
@@ -179,7 +189,8 @@ def _build_nested_configs(style: MegatronStyle, config: Json) -> dict[str, objec
         if _has_target(values):
             why = "Megatron-Bridge would import and call the object that it names"
             raise inexpressible_error(CONFIG_NAME, section, {TARGET_KEY: "..."}, why)
-        nested[name] = {TARGET_KEY: class_path, **_state_rope_parameters(values)}
+        stated = {key: value for key, value in values.items() if key not in STATED_BY_CLASS}
+        nested[name] = {TARGET_KEY: class_path, **_state_rope_parameters(stated)}
     return nested
 
 

@@ -100,7 +100,9 @@ def find_possible_families(families: Mapping[str, Family], record: Json) -> list
     match_lengths: dict[str, int] = {}
     for name, family in families.items():
         style = family.megatron
-        if style is None or not _is_consistent(style, fields):
+        if style is None or not (class_name or style.has_arguments):
+            continue
+        if not _is_consistent(style, fields):
             continue
         match_lengths[name] = max(
             (len(prefix) for prefix in style.class_prefixes if class_name.startswith(prefix)),
@@ -177,7 +179,7 @@ def _select_families_matching_config(
         family = families[name]
         style = family.megatron
         assert style is not None
-        config_values: dict[str, object] = {"model_type": style.model_type}
+        config_values: dict[str, object] = {"model_type": style.model_type, **style.extra_config}
         config_values |= {
             fact.config: value for fact, value in iterate_megatron_facts(style, fields)
         }

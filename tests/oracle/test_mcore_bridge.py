@@ -28,6 +28,7 @@ BRIDGES: Mapping[str, str] = {
     "kimi_k25": "kimi_vl.kimi_k25_vl_bridge:KimiK25VLBridge",
     "llama3_2": "llama.llama_bridge:LlamaBridge",
     "minimax_m2": "minimax_m2.minimax_m2_bridge:MiniMaxM2Bridge",
+    "ministral3_vision": "ministral3.ministral3_bridge:Ministral3Bridge",
     "nemotron_h": "nemotronh.nemotron_h_bridge:NemotronHBridge",
     "qwen3": "qwen.qwen3_bridge:Qwen3Bridge",
     "qwen3_moe": "qwen.qwen3_moe_bridge:Qwen3MoEBridge",
@@ -54,6 +55,12 @@ OTHERWISE: Mapping[str, Mapping[str, tuple[object, object]]] = {
     "kimi_k25": LATENT,
     # A constant there, as published.
     "gpt_oss": {"yarn_rotary_scaling_factor": (40.0, 32.0)},
+    # Constants there, as published; transformers rounds the range unless the file states otherwise.
+    "ministral3_vision": {
+        "yarn_rotary_scaling_factor": (40.0, 16.0),
+        "yarn_original_max_position_embeddings": (4096, 16384),
+        "yarn_correction_range_round_to_int": (True, False),
+    },
     # The size of dense layers, of which there are none, is left out there.
     "minimax_m2": {"moe_ffn_hidden_size": (112, None)},
     # transformers 5 keeps the rotated part elsewhere than Bridge looks for it.

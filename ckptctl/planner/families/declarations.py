@@ -177,8 +177,9 @@ class MegatronStyle:
         has_optional_experts: Whether models of the family may have no experts.
         config_prefix: Prefix of the names of *facts* in config.json.
         outer_facts: Names of facts in config.json that do not have *config_prefix*.
+        has_arguments: Whether Megatron-LM's arguments can describe the family.
         nested_configs: Import path of the configuration class of each provider field that contains
-            one, and the section of config.json with its values.
+            one, and the section of config.json with its values, or empty for all of it.
         translated: Whether config.json is derived from Megatron-Core's configuration.
     """
 
@@ -196,6 +197,7 @@ class MegatronStyle:
     has_optional_experts: bool = False
     config_prefix: str = ""
     outer_facts: tuple[str, ...] = ()
+    has_arguments: bool = True
     nested_configs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     translated: bool = True
 
