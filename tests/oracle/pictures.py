@@ -243,8 +243,12 @@ def _gemma3n(config: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def _ernie(config: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
+    """Two pictures of 4 x 6 patches, of which each four are merged into a token.
+
+    The token that announces a picture is where mlx-vlm looks for one.
+    """
     vision = config.vision_config
+    ids[:, 1] = config.image_start_token_id
     given = _in_patches(config, ids, (4, 6), vision.in_channels * vision.patch_size**2)
     kinds = (given["input_ids"] == config.image_token_id).int()
     return given | {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}

@@ -44,6 +44,8 @@ def spelled(config: Any) -> dict[str, Any]:
             sections = getattr(config, name).text_config.rope_parameters["mrope_section"]
             text["rope_scaling"] = {"type": "default", "mrope_section": sections}
         return found
+    if config.model_type == "ernie4_5_vl_moe":
+        return _ernie(found)
     if config.model_type.startswith("qwen"):
         text, vision = found["text_config"], found["vision_config"]
         vision["model_type"] = vision["model_type"].removesuffix("_vision")
@@ -52,6 +54,23 @@ def spelled(config: Any) -> dict[str, Any]:
     if config.model_type in ("qwen2_vl", "qwen2_5_vl"):
         return {**found, **text, "model_type": found["model_type"]}
     return found
+
+
+def _ernie(found: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of ERNIE 4.5 VL, with one level for all but the tower."""
+    text, vision = found.pop("text_config"), found["vision_config"]
+    sparse = [i for i, kind in enumerate(text["mlp_layer_types"]) if kind == "sparse"]
+    vision["embed_dim"] = vision["hidden_size"]
+    vision["mlp_ratio"] = vision["intermediate_size"] / vision["hidden_size"]
+    stated = {
+        "model_type": "ernie4_5_moe_vl",
+        "moe_num_experts": [text["moe_num_experts"]] * 2,
+        "moe_layer_start_index": [sparse[0]] * 2,
+        "moe_layer_end_index": [sparse[-1]] * 2,
+        "pixel_hidden_size": vision["hidden_size"],
+        "im_patch_id": found["image_token_id"],
+    }
+    return text | found | stated
 
 
 def not_stated(config: Any) -> dict[str, Any]:
@@ -198,7 +217,7 @@ NAMES = (
     ),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "qwen4_exp", "gemma3"),
     *("gemma3n.unshared", "gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
-    *("minimax_m3_vl.alike", "step3p7"),
+    *("minimax_m3_vl.alike", "step3p7", "ernie4_5_vl_moe"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

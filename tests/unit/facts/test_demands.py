@@ -181,6 +181,41 @@ def test_tensors_without_place_in_layout_are_noted(tmp_path: Path) -> None:
     assert not any("demands" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("vocab_size", 200),
+        ("num_hidden_layers", 4),
+        ("moe_num_experts", [5, 4]),
+        ("moe_num_experts", [4, 5]),
+        ("moe_intermediate_size", [29, 12]),
+        ("moe_intermediate_size", [28, 13]),
+        ("moe_num_shared_experts", 3),
+        ("moe_layer_start_index", [2, 2]),
+    ],
+)
+def test_published_config_of_ernie_vl_is_compared(
+    tmp_path: Path, fact: str, value: object
+) -> None:
+    """Its fields have no submodel for text, and lists for text and pictures."""
+    folder = Golden.read("ernie4_5_vl_moe").save(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    published = {
+        **config.pop("text_config"),
+        **config,
+        "model_type": "ernie4_5_moe_vl",
+        "moe_num_experts": [4, 4],
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": [1, 1],
+        "moe_layer_end_index": [4, 3],
+    }
+    del published["mlp_layer_types"]
+    (folder / "config.json").write_text(json.dumps(published))
+    assert ckptctl.verify(folder).verdict == "complete"
+    (folder / "config.json").write_text(json.dumps(published | {fact: value}))
+    assert ckptctl.verify(folder).verdict != "complete"
+
+
 @pytest.mark.parametrize("hashed", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("listed", [False, True])
 def test_router_tensor_is_required_by_its_routing_kind(hashed: int, listed: bool) -> None:
