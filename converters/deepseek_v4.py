@@ -7,6 +7,7 @@ hf        on the Hub, under the names of DeepSeek's own code; transformers 5 rea
 hf-v5     in-memory names of transformers 5, without MTP layers
 hf-fresh  saved by transformers 5; no other program reads it
 mcore     Megatron-Bridge, with experts that are not packed
+mlx       mlx-vlm, without MTP layers
 ========  ======================================================================================
 
 ``layer_types`` or ``compress_ratios`` in config.json determine the layers that compress, and those
@@ -16,7 +17,8 @@ the last part of each head, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
 shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``; Megatron-Bridge's
-``deepseek_v4_bridge.py`` (0.6, ``mcore``), whose model Megatron-Core 0.19 does not have.
+``deepseek_v4_bridge.py`` (0.6, ``mcore``), whose model Megatron-Core 0.19 does not have; mlx-vlm's
+``models/deepseek_v4``.
 """
 
 from ckptctl.planner.layouts import BLOCK_AXES, UNCHOSEN, Companion, Demand, Family, Tie
@@ -218,7 +220,44 @@ head_hc_scale  hc_head_scale
 norm           final_layernorm.weight
 """
 
+MLX_ENDS = """
+logical        mlx: language_model.
+embed          model.embed_tokens.weight
+head_hc        model.hc_head.fn
+head_hc_base   model.hc_head.base
+head_hc_scale  model.hc_head.scale
+norm           model.norm.weight
+output         lm_head.weight
+"""
+
+MLX_STACKS = """
+logical        mlx: language_model.model.layers.{i}.
+o_a            attn.wo_a.weight og ol w
+expert_w1      ffn.switch_mlp.gate_proj.weight
+expert_w3      ffn.switch_mlp.up_proj.weight
+expert_w2      ffn.switch_mlp.down_proj.weight
+shared_w1      ffn.shared_experts.gate_proj.weight
+shared_w3      ffn.shared_experts.up_proj.weight
+shared_w2      ffn.shared_experts.down_proj.weight
+"""
+
+MLX_HC = """
+logical        mlx: language_model.model.layers.{i}.
+router_bias    ffn.gate.e_score_correction_bias
+attn_hc        attn_hc.fn
+attn_hc_base   attn_hc.base
+attn_hc_pre    attn_hc.scale#0
+attn_hc_post   attn_hc.scale#1
+attn_hc_res    attn_hc.scale#2
+ffn_hc         ffn_hc.fn
+ffn_hc_base    ffn_hc.base
+ffn_hc_pre     ffn_hc.scale#0
+ffn_hc_post    ffn_hc.scale#1
+ffn_hc_res     ffn_hc.scale#2
+"""
+
 FRESH = "hf: layers.", "hf-fresh: model.layers."
+AT_MLX = "hf: layers.", "mlx: language_model.model.layers."
 IN_MTP_LAYER = "hf: layers.{i}.", "hf: mtp.{j}."
 UNLISTED = {"mlp_layer_types": UNCHOSEN}
 COMPRESSING = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -246,7 +285,7 @@ IN_FLOAT32 = (
 FAMILY = Family(
     name="deepseek_v4",
     title="DeepSeek-V4 Flash, Pro",
-    layouts=("hf", "hf-v5", "hf-fresh", "mcore"),
+    layouts=("hf", "hf-v5", "hf-fresh", "mcore", "mlx"),
     tables=(
         ENDS,
         LAYERS,
@@ -261,7 +300,12 @@ FAMILY = Family(
         MCORE_COMPRESSED,
         MCORE_MTP,
         MCORE_LAYER.replace(*deepseek_v3.IN_MTP),
+        MLX_ENDS,
+        LAYERS.replace(*AT_MLX),
+        MLX_STACKS,
+        MLX_HC,
     ),
+    like={"mlx": ""},
     architecture="DeepseekV4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("scored", "hash"),),
@@ -296,7 +340,7 @@ FAMILY = Family(
         "hm": ("hc_mult", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "deepseek_v4"},),
     tiny=dict(

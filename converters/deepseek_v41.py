@@ -5,28 +5,29 @@ Only the layers in ``kv_source_layer_ids`` compress tokens, and only those in
 n-grams. The MTP layers have a number of experts of their own. On the Hub, experts are packed, two
 numbers in a byte (``ed``, ``em``).
 
-No program with this layout and another one could be run. Sources: the names and shapes that ATOM's
-``deepseek_v41/weights.py`` requires of the published files, mlx-vlm's ``models/deepseek_v41``.
+mlx-vlm reads published models, and its own (``mlx``), which have no MTP layers. mlx-lm has no
+tower and other names. Sources: the names and shapes that ATOM's ``deepseek_v41/weights.py``
+requires of the published files, mlx-vlm's ``models/deepseek_v41``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import deepseek_v4
+from . import _proofs, deepseek_v4
 
 ENDS = """
-logical        axes  hf
-embed          v d   embed.weight
-image_start    d     image_start
-image_end      d     image_end
-image_newline  d     image_newline
+logical        axes  hf             mlx
+embed          v d   embed.weight   language_model.embed_tokens.weight
+image_start    d     image_start    image_start
+image_end      d     image_end      image_end
+image_newline  d     image_newline  image_newline
 """
 
 AFTER = """
-logical  axes  hf
-norm     d     norm.weight
-output   v d   head.weight
+logical  axes  hf           mlx
+norm     d     norm.weight  language_model.norm.weight
+output   v d   head.weight  language_model.head.weight
 """
 
 COMPRESSED = """
@@ -61,7 +62,7 @@ main_norm?          d           main_norm.weight
 """
 
 VISION = """
-logical            axes   hf
+logical            axes   hf, mlx
 vision_patch       vd vp  vision.patch_embed.proj.weight
 vision_patch_bias  vd     vision.patch_embed.proj.bias
 vision_norm        vd     vision.norm.weight
@@ -72,7 +73,7 @@ aligner_w2_bias    d      aligner.w2.bias
 """
 
 VISION_LAYER = """
-logical        axes    hf: vision.blocks.{u}.
+logical        axes    hf, mlx: vision.blocks.{u}.
 vision_norm_1  vd      norm1.weight
 vision_norm_2  vd      norm2.weight
 vision_q       vw vd   attn.wqkv.weight#0
@@ -87,16 +88,21 @@ vision_w13     vg vd   mlp.w1.weight
 vision_w2      vd vi   mlp.w2.weight
 """
 
+AT_MLX = "hf: layers.", "mlx: language_model.layers."
+AT_MLX_STACKS = "mlx: language_model.model.", "mlx: language_model."
+LAYER = deepseek_v4.LAYER + COMPRESSED + ROUTED + deepseek_v4.EXPERTS + ENGRAM
 DRAFT_EXPERTS = (ROUTED + deepseek_v4.EXPERTS).replace(" x ", " dx ").replace("{x}", "{dx}")
 
 FAMILY: Family = replace(
     deepseek_v4.FAMILY,
     name="deepseek_v41",
     title="DeepSeek-V4.1",
-    layouts=("hf",),
+    layouts=("hf", "mlx"),
     tables=(
         ENDS,
-        deepseek_v4.LAYER + COMPRESSED + ROUTED + deepseek_v4.EXPERTS + ENGRAM,
+        LAYER,
+        LAYER.replace(*AT_MLX),
+        deepseek_v4.MLX_STACKS.replace(*AT_MLX_STACKS),
         AFTER,
         deepseek_v4.LAYER.replace(*deepseek_v4.IN_MTP_LAYER) + DRAFT_EXPERTS + DRAFT,
         VISION,
@@ -154,8 +160,8 @@ FAMILY: Family = replace(
         "vi": ("vision_config.intermediate_size", ""),
         "u": ("vision_config.num_hidden_layers", ""),
     },
-    proofs={},
-    sources={"hf": "ATOM and mlx-vlm"},
+    proofs=_proofs.get_proofs("hf", "mlx", hf=_proofs.MLX_VLM, mlx=_proofs.MLX_VLM),
+    sources={},
     config_signs=({"model_type": "deepseek_v41"},),
     tiny={
         **{
@@ -163,7 +169,7 @@ FAMILY: Family = replace(
             for axis, size in deepseek_v4.FAMILY.tiny.items()
             if axis not in ("t", "ia", "iw", "ca", "cw", "dd")
         },
-        **dict(dx=3, mr=21, eh=23, er=25, hw=26, en=27, cr=29, dt=31, dw=33, j=2, u=2),
+        **dict(dx=3, mr=21, eh=23, er=25, hw=26, en=27, cr=29, dt=31, dw=33, u=2),
         **dict(vd=34, vw=35, vg=36, vi=37, vp=38, va=39),
     },
 )

@@ -31,6 +31,10 @@ from tests.oracle.peers import mlx, mlx_vlm
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 
+AS_PUBLISHED = ("ernie4_5_vl_moe", "deepseek_v4", "qwen3_omni_moe")
+"""Models of which mlx-vlm only reads config.json as published."""
+
+
 def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return distance(found, expected) < TOLERANCE * max(1.0, float(expected.abs().max()))
 
@@ -46,7 +50,7 @@ def loaded(folder: Path, config: Any) -> Any:
 def amend(folder: Path, config: Any) -> None:
     """Let config.json state what published ones do not and programs take a default for."""
     told = json.loads((folder / "config.json").read_text())
-    if config.model_type in ("ernie4_5_vl_moe", "qwen3_omni_moe"):  # read only as published
+    if config.model_type in AS_PUBLISHED:
         (folder / "config.json").write_text(json.dumps(told | mlx_vlm.spelled(config)))
         return
     more = mlx_vlm.not_stated(config)

@@ -26,6 +26,7 @@ ELSEWHERE = {
         for layout in ("hf-3.5", "hf-fresh")
     },
     **{(name, "hf-fresh"): "test_qwen_vl.py" for name in ("qwen4_exp", "qwen4_exp_text")},
+    **{("deepseek_v41", layout): "test_deepseek_v41.py" for layout in ("hf", "mlx")},
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
     **{
         (name, "hf-fresh"): "test_fresh.py"

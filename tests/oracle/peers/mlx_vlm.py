@@ -78,6 +78,12 @@ def not_stated(config: Any) -> dict[str, Any]:
     nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
     if config.model_type == "paligemma":
         return nothing
+    if config.model_type == "deepseek_v4":
+        rates = [config.compress_rates.get(kind, 0) for kind in config.layer_types]
+        return {
+            "compress_ratios": rates,
+            "num_hash_layers": config.mlp_layer_types.count("hash_moe"),
+        }
     if config.model_type == "step3p7":
         found = mlx.spelled_as_before(config)
         return {name: found[name] for name in config.sub_configs}
@@ -218,6 +224,7 @@ NAMES = (
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "qwen4_exp", "gemma3"),
     *("gemma3n.unshared", "gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
     *("minimax_m3_vl.alike", "step3p7", "ernie4_5_vl_moe"),
+    "deepseek_v4.published",
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 
@@ -243,6 +250,8 @@ def answers(run: Any, config: Any) -> torch.Tensor:
         return mlx._torch(run(mx.array(ids.numpy()), None, mask=None, **more).logits)
     if config.model_type == "qwen3_omni_moe":
         return _spoken(run, ids, pixels, given)
+    if config.model_type == "deepseek_v4":  # it masks compressed tokens only with a cache
+        return mlx._torch(run(mx.array(ids.numpy()), cache=run.make_cache()).logits)
     if config.model_type in ONE_PICTURE:
         each = zip(ids.split(1), pixels.chunk(len(ids)), strict=True)
         mask = mx.ones((1, ids.shape[1])) if config.model_type == "paligemma" else None

@@ -134,6 +134,17 @@ def deepseek_v4() -> PretrainedConfig:
     )
 
 
+def deepseek_v4_published() -> PretrainedConfig:
+    """The same with the published compression ratios: mlx-vlm knows no others.
+
+    With more heads of the indexer, compressed tokens rarely have equal scores of zero.
+    """
+    config = deepseek_v4()
+    config.compress_rates["heavily_compressed_attention"] = 128
+    config.index_n_heads = 16
+    return config
+
+
 TINY = {
     "deepseek_v32": deepseek_v32,
     "deepseek_v32.ungrouped": deepseek_v32_ungrouped,
@@ -144,4 +155,5 @@ TINY = {
     "mistral4": mistral4,
     "mistral4_vision": mistral4_vision,
     "deepseek_v4": deepseek_v4,
+    "deepseek_v4.published": deepseek_v4_published,
 }

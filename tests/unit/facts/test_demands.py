@@ -194,9 +194,7 @@ def test_tensors_without_place_in_layout_are_noted(tmp_path: Path) -> None:
         ("moe_layer_start_index", [2, 2]),
     ],
 )
-def test_published_config_of_ernie_vl_is_compared(
-    tmp_path: Path, fact: str, value: object
-) -> None:
+def test_published_config_of_ernie_vl_is_compared(tmp_path: Path, fact: str, value: object) -> None:
     """Its fields have no submodel for text, and lists for text and pictures."""
     folder = Golden.read("ernie4_5_vl_moe").save(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
