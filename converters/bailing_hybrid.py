@@ -1,7 +1,8 @@
 """Ling 3: Kimi delta attention, every sixth layer gated latent attention; experts.
 
 In published files, the output of delta attention is ``o_proj``, that of latent attention ``dense``.
-transformers saves ``dense`` for both (``hf-fresh``), and reads both.
+transformers saves ``dense`` for both (``hf-fresh``), and reads both. Without a head, it calls the
+embedding ``embed_tokens``, and does not read ``word_embeddings``.
 
 mlx-lm splits the projection of the latent to keys and values, and transposes the keys' part.
 
@@ -87,6 +88,7 @@ FAMILY: Family = replace(
         _hf.AFTER,
     ),
     like={"hf-v5": "hf", "hf-fresh": "hf"},
+    prefixes={"hf-fresh-base": {"model.word_embeddings.": "embed_tokens."}},
     architecture="BailingHybridForCausalLM",
     constants={"one": 1},
     kinds=(

@@ -5,7 +5,8 @@ layout    where it is found
 ========  ======================================================================================
 hf        on the Hub; transformers 5 reads it, without the MTP layer (``model.mtp_layers``)
 hf-v5     in-memory names of transformers 5
-hf-fresh  saved by transformers 5: ``hc_pre`` in another place, gates called ``linear_gate``
+hf-fresh  saved by transformers 5: ``hc_pre`` in another place, also if there is no head; gates
+          called ``linear_gate``
 ========  ======================================================================================
 
 Layers without an indexer reuse the tokens of the layer before. ``indexer_types`` lists them.
@@ -100,6 +101,7 @@ FAMILY: Family = replace(
         _hf.AFTER,
     ),
     like={"hf-v5": "hf", "hf-fresh": "hf"},
+    prefixes={"hf-fresh-base": {"model.hc_pre.hc_head.": "hc_head.hc_pre."}},
     architecture="HYV4ForCausalLM",
     drops=(),
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),

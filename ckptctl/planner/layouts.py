@@ -200,7 +200,8 @@ class Family:
         tables: Text tables of the tensors, as in :mod:`ckptctl.planner.families.tables`.
         like: For a layout, another layout whose cells it inherits unless the tables override them.
         prefixes: For a layout that inherits cells, prefixes of keys and their replacements. Of
-            several matching prefixes, the longest one is replaced.
+            several matching prefixes, the longest one is replaced. For a layout without a head,
+            keys that change by more than the removal of :attr:`wrapper_prefix`.
         architecture: Name of the model class in config.json.
         aliases: Other names that users may specify.
         drops: Rules to drop stored tensors that contain no information.
@@ -392,13 +393,9 @@ class Family:
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
         if column != name:
-            keys = {
-                n: leaf.key.text.removeprefix(self.wrapper_prefix) for n, leaf in leaves.items()
-            }
+            keys = {n: self._unwrap_key(leaf.key.text, name) for n, leaf in leaves.items()}
             leaves = {n: replace(leaves[n], key=Template.parse(key)) for n, key in keys.items()}
-            drops = [
-                (Template.parse(t.text.removeprefix(self.wrapper_prefix)), d) for t, d in drops
-            ]
+            drops = [(Template.parse(self._unwrap_key(t.text, name)), d) for t, d in drops]
         leaves_by_key: dict[object, list[tuple[LogicalTensor, Leaf]]] = {}
         for logical, leaf in leaves.items():
             tensor = self.tensors[logical]
@@ -414,6 +411,12 @@ class Family:
         layout = Layout(name, leaves, tuple(stored), TemplateTable(table_entries))
         self._layout_cache[name] = layout
         return layout
+
+    def _unwrap_key(self, key: str, base_layout: str) -> str:
+        """Convert *key* to *base_layout*, by default by removing the wrapper prefix."""
+        renames = {self.wrapper_prefix: "", **self.prefixes.get(base_layout, {})}
+        old = max((prefix for prefix in renames if key.startswith(prefix)), key=len, default="")
+        return renames.get(old, "") + key.removeprefix(old)
 
     def _unknown_layout_error(self, name: str) -> UsageError:
         why = f"its layouts are {quote_names(self.layouts, len(self.layouts))}"

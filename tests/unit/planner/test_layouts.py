@@ -656,3 +656,21 @@ def test_columns_of_other_layouts_are_omitted():
     mistral = family("mistral")
     assert {name for t in mistral.tensors.values() for name in t.leaves} == set(mistral.layouts)
     assert family("llama2").get_layout("meta").leaves == mistral.get_layout("mistral").leaves
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "saved"),
+    [
+        ("bailing_hybrid", "word_embeddings.weight", "embed_tokens.weight"),
+        ("hy_v4", "hc_head.hc_head_fn", "hc_head.hc_pre.hc_head_fn"),
+    ],
+)
+def test_prefixes_apply_to_one_layout_without_head(name: str, published: str, saved: str) -> None:
+    layouts = {layout: family(name).get_layout(layout) for layout in family(name).base_layouts}
+    keys = {
+        layout: {stored.template.text for stored in table.stored}
+        for layout, table in layouts.items()
+    }
+    assert published in keys["hf-base"] and saved not in keys["hf-base"]
+    assert saved in keys["hf-fresh-base"] and published not in keys["hf-fresh-base"]
+    assert "norm.weight" in keys["hf-fresh-base"]
