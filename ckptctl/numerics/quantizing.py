@@ -45,7 +45,7 @@ def quantize(draft: Draft) -> Draft:
     slices = {
         tensor.name: list(_split_experts(tensor, roles.get(tensor.name, "other")))
         for tensor in selected
-        if _is_split_into_experts(tensor, recipe)
+        if _is_split_into_experts(tensor, recipe, roles.get(tensor.name, "other"))
     }
     builder = _QuantizedTensorBuilder(draft, recipe, selected, slices)
     parts_by_name = {tensor.name: builder.build_parts(tensor) for tensor in selected}
@@ -70,13 +70,13 @@ def quantize(draft: Draft) -> Draft:
     quantization = replace(
         quantization, config=recipe.build_config(list_ignored_modules(quantization))
     )
+    unsplit = [tensor for tensor in selected if tensor.name not in slices]
+    experts = [part.tensor for stack_slices in slices.values() for part in stack_slices]
     draft.notes.add(
         _build_summary_note(quantization, recipe),
-        *_note_misaligned_fusion(recipe, selected),
-        *_note_stacked_experts(
-            [tensor for tensor in selected if tensor.name not in slices], draft.change, recipe
-        ),
-        *_note_split_experts(slices),
+        *_note_misaligned_fusion(recipe, [*unsplit, *experts]),
+        *_note_stacked_experts(unsplit, draft.change, recipe),
+        *_note_split_experts(slices, recipe),
     )
     return replace(
         draft,
@@ -153,14 +153,20 @@ def _note_stacked_experts(
         yield "; ".join((note, *_unstack_hints(change.family, recipe)))
 
 
-def _note_split_experts(slices: Mapping[str, Sequence[_ExpertSlice]]) -> Iterator[str]:
+def _note_split_experts(
+    slices: Mapping[str, Sequence[_ExpertSlice]], recipe: Recipe
+) -> Iterator[str]:
     """Yield a note if stacks of experts are stored with one tensor per expert."""
     if slices:
         count = sum(map(len, slices.values()))
+        reason = (
+            "vLLM reads them by expert, and transformers does not read stacks [experts, in, out]"
+            if recipe.stack_multiples
+            else "programs that read this scheme require per-expert weights"
+        )
         yield (
             f"split {pluralize(len(slices), 'stack')} of experts into "
-            f"{pluralize(count, 'weight')}, because programs that read this scheme require "
-            "per-expert weights"
+            f"{pluralize(count, 'weight')}, because {reason}"
         )
 
 
@@ -323,9 +329,10 @@ def _require_readable_stack(
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
-    if not recipe.stack_multiples and role != "stacked" and not any(_unstack_hints(family, recipe)):
-        return  # no layout has per-expert weights, so that quantization splits the stack
-    if not recipe.stack_multiples:
+    is_split = role != "stacked" and _is_split_into_experts(tensor, recipe, role)
+    if is_split and not any(_unstack_hints(family, recipe)):
+        return  # no layout has per-expert weights
+    if is_split or not recipe.stack_multiples:
         why = f"programs that read {recipe.name} require per-expert weights"
     elif role != "experts":
         why = (
@@ -354,6 +361,9 @@ def _unstack_hints(family: Family | None, recipe: Recipe) -> Iterator[str]:
         ):
             yield f"pass {format_option(f'--to-layout {name}')} to write per-expert weights"
             return
+    if family and LLM_COMPRESSOR in family.layouts and not recipe.is_compressed_tensors:
+        options = format_option(f"--to-layout {LLM_COMPRESSOR}", "--quantize fp8-channel")
+        yield f"pass {options} to write per-expert weights"
 
 
 def _is_readable(layout: str, recipe: Recipe) -> bool:
@@ -384,8 +394,12 @@ class _ExpertSlice:
     is_transposed: bool
 
 
-def _is_split_into_experts(tensor: OutputTensor, recipe: Recipe) -> bool:
-    return len(tensor.shape) == 3 and not recipe.stack_multiples
+def _is_split_into_experts(tensor: OutputTensor, recipe: Recipe, role: Role) -> bool:
+    """Return whether quantization stores one tensor per expert of the stack *tensor*.
+
+    No program reads stacks ``[experts, in, out]`` with scales.
+    """
+    return len(tensor.shape) == 3 and (not recipe.stack_multiples or role == "transposed")
 
 
 def _split_experts(stack: OutputTensor, role: Role) -> Iterator[_ExpertSlice]:

@@ -457,6 +457,28 @@ def test_stacked_experts_are_refused_with_layout_hint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", CHANNEL])
+def test_transposed_stacks_are_split_into_experts(tmp_path: Path, scheme: str) -> None:
+    source = save_golden("llama4_text", tmp_path / "source")
+    found = quantized(source, tmp_path / "out", scheme)
+    scale = "weight_scale_inv" if scheme == "fp8-block" else "weight_scale"
+    layer = "model.layers.1.feed_forward.experts"
+    assert {key for key in found if key.startswith(f"{layer}.0.")} == {
+        f"{layer}.0.{name}_proj.{part}"
+        for name in ("gate", "up", "down")
+        for part in ("weight", scale)
+    }
+    assert not any(key.startswith(f"{layer}.{name}") for key in found for name in ("gate", "down"))
+
+
+def test_interleaved_stacks_in_blocks_are_refused_with_layout_hint(tmp_path: Path) -> None:
+    source = save_golden("gpt_oss", tmp_path / "source")
+    with pytest.raises(MappingError, match="stacked experts") as caught:
+        quantized(source, tmp_path / "out", "fp8-block")
+    assert "to_layout='llm-compressor'" in str(caught.value.hint)
+    assert "quantize='fp8-channel'" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", CHANNEL])
 def test_unquantized_stacked_experts_are_reported(tmp_path: Path, scheme: str) -> None:
     source, out = save_golden("mixtral", tmp_path / "source"), tmp_path / "out"
     result = ckptctl.convert(

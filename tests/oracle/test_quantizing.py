@@ -261,12 +261,11 @@ def test_quantized_experts_of_gpt_oss_match_llm_compressor(tmp_path: Path, schem
     ]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
-@pytest.mark.parametrize("scheme", ["fp8-channel", "int8-channel"])
-def test_split_transposed_stacks_match_llm_compressor(
-    tmp_path: Path, name: str, scheme: str
-) -> None:
-    """llm-compressor's model has linear layers with the names that are written."""
+def separate_experts(tmp_path: Path, name: str) -> tuple[Path, State, list[str]]:
+    """Return a model with stacks ``[experts, in, out]``, its tensors by expert, and dense weights.
+
+    The names by expert are those of llm-compressor's model.
+    """
     golden, source = Golden.read(name), tmp_path / "source"
     shapes = {key: shape for key, (_, shape) in golden.tensors.items()}
     save_hf(
@@ -283,8 +282,6 @@ def test_split_transposed_stacks_match_llm_compressor(
     shutil.rmtree(source)
     save_hf(source, state, {**golden.config, "torch_dtype": "bfloat16"})
     dense = ["*.self_attn.*", "*.mlp.*_proj.weight", "*feed_forward.*_proj.weight"]
-    dense = [glob for glob in dense if any(fnmatchcase(key, glob) for key in state)]
-    ckptctl.convert(source, tmp_path / "out", to="hf", quantize=scheme, quantize_not=dense)
     separate: State = {}
     for key, value in state.items():
         module, _, last = key.rpartition(".")
@@ -295,7 +292,19 @@ def test_split_transposed_stacks_match_llm_compressor(
         for number, expert in enumerate(value):
             for layer, columns in zip(layers, expert.chunk(len(layers), 1), strict=True):
                 separate[f"{module}.{number}.{layer}.weight"] = columns.t().contiguous()
-    save_hf(tmp_path / "separate", separate, {**golden.config, "torch_dtype": "bfloat16"})
+    return source, separate, [one for one in dense if any(fnmatchcase(k, one) for k in state)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
+@pytest.mark.parametrize("scheme", ["fp8-channel", "int8-channel"])
+def test_split_transposed_stacks_match_llm_compressor(
+    tmp_path: Path, name: str, scheme: str
+) -> None:
+    """llm-compressor's model has linear layers with the names that are written."""
+    source, separate, dense = separate_experts(tmp_path, name)
+    ckptctl.convert(source, tmp_path / "out", to="hf", quantize=scheme, quantize_not=dense)
+    config = {**Golden.read(name).config, "torch_dtype": "bfloat16"}
+    save_hf(tmp_path / "separate", separate, config)
     ignore = [key.removesuffix(".weight") for key in separate if ".experts." not in key]
     load("llmcompressor").model_free_ptq(
         tmp_path / "separate", tmp_path / "wanted", scheme=PRESETS[scheme], ignore=ignore,
@@ -306,3 +315,27 @@ def test_split_transposed_stacks_match_llm_compressor(
     assert not [
         key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
+def test_split_transposed_stacks_in_blocks_match_transformers(tmp_path: Path, name: str) -> None:
+    """Each expert is a linear layer to ``Fp8Quantize``, and to compressed-tensors, which reads it."""
+    source, separate, dense = separate_experts(tmp_path, name)
+    options: Any = {"to": "hf", "quantize": "fp8-block", "quantize_not": dense}
+    done = ckptctl.convert(source, tmp_path / "out", **options)
+    assert any("transformers does not read stacks" in note for note in done.all_notes)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    experts = {key: one for key, one in separate.items() if ".experts." in key}
+    others = {key: one for key, one in separate.items() if key not in experts}
+    wanted = others | blocks(experts)
+    assert found.keys() == wanted.keys()
+    assert not [
+        key for key, one in wanted.items() if digest({key: one}) != digest({key: found[key]})
+    ]
+    converters = load("compressed_tensors.entrypoints.convert.converters")
+    reader = converters.FP8BlockDequantizer.from_pretrained(tmp_path / "out")
+    read = reader.validate(dict(found))
+    assert read.keys() == separate.keys()
+    for key, value in experts.items():
+        block = found[key.replace(".weight", ".weight_scale_inv")].max()
+        assert torch.allclose(read[key], value, rtol=2**-4 + 2**-8, atol=float(block) * 2**-9), key
