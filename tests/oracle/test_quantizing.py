@@ -319,7 +319,7 @@ def test_split_transposed_stacks_match_llm_compressor(
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
 def test_split_transposed_stacks_in_blocks_match_transformers(tmp_path: Path, name: str) -> None:
-    """Each expert is a linear layer to ``Fp8Quantize``, and to compressed-tensors, which reads it."""
+    """Each expert is a linear layer to ``Fp8Quantize``, and compressed-tensors reads it."""
     source, separate, dense = separate_experts(tmp_path, name)
     options: Any = {"to": "hf", "quantize": "fp8-block", "quantize_not": dense}
     done = ckptctl.convert(source, tmp_path / "out", **options)
