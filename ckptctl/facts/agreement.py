@@ -134,10 +134,7 @@ def _find_contradictions(
     for file in described:
         if file.name == CONFIG and file.complete and file.assets >= assets_decide:
             contradictions_found += find_exceeded_limits(file.content, file.place)
-            mtp_count = family.listed_mtp_count if family is not None else ""
-            contradictions_found += find_wrong_list_lengths(
-                file.content, file.place, mtp_count=mtp_count
-            )
+            contradictions_found += find_wrong_list_lengths(file.content, file.place, family)
             if family is not None and tensors is not None:
                 if family.kinds:
                     contradictions_found += find_kind_mismatches(

@@ -130,15 +130,19 @@ def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> in
 
 
 def find_wrong_list_lengths(
-    config: Json, source: str, prefix: str = "", mtp_count: str = ""
+    config: Json, source: str, family: Family | None, prefix: str = ""
 ) -> Iterator[Contradiction]:
     """Yield per-layer lists of a config.json whose length is not the number of layers.
 
-    If *mtp_count* is the name of a field with the number of MTP layers, lists may include them.
+    Lists of sizes are those that *family* declares. If it declares a field with the number of MTP
+    layers, lists may include them.
     """
     layer_count = config.get("num_hidden_layers")
+    mtp_count = family.listed_mtp_count if family is not None else ""
     mtp_layer_count = config.get(mtp_count) if mtp_count else None
-    for name in PER_LAYER_LISTS:
+    sizes = family.layer_sizes if family is not None else ()
+    listed_sizes = {size.listed.removeprefix(prefix) for size in sizes if size.listed}
+    for name in (*PER_LAYER_LISTS, *sorted(listed_sizes)):
         per_layer_values = config.get(name)
         if (
             isinstance(per_layer_values, list)
@@ -151,7 +155,7 @@ def find_wrong_list_lengths(
             yield Contradiction(fact, (Statement(fact, layer_count, source), entries))
     for key, inner in config.items():
         if isinstance(inner, Mapping):
-            yield from find_wrong_list_lengths(inner, source, f"{prefix}{key}.", mtp_count)
+            yield from find_wrong_list_lengths(inner, source, family, f"{prefix}{key}.")
 
 
 def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:

@@ -82,6 +82,8 @@ CONTRADICTED = [
     ("gpt_oss", {"head_dim": None}, "head_dim"),
     ("gemma2", {"head_dim": None}, "head_dim"),
     ("gemma4_text", {"head_dim": 32}, "head_dim"),
+    ("gemma3n_text", {"intermediate_size": [96] * 3}, "num_hidden_layers"),
+    ("gemma3n_text", {"intermediate_size": None}, "intermediate_size"),
 ]
 
 

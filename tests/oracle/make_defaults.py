@@ -75,16 +75,26 @@ def _parts(config: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:
 
 def _default(config: Config, name: str) -> int | None:
     """Return the default of one fact; None: there is none, or it follows from other facts."""
-    if config["model_type"] not in CONFIG_MAPPING or not _is_count(config.get(name)):
+    if config["model_type"] not in CONFIG_MAPPING or not _is_count(_any_count(config.get(name))):
         return None
     kind = CONFIG_MAPPING[config["model_type"]]
-    default = kind().to_dict().get(name)
+    default = _common_count(kind().to_dict().get(name))
     less = {key: value for key, value in deepcopy(dict(config)).items() if key != name}
     try:
-        silent = kind.from_dict(as_python(less)).to_dict().get(name)
+        silent = _common_count(kind.from_dict(as_python(less)).to_dict().get(name))
     except Exception:  # it contradicts the rest, as a number of layers may
         silent = default
     return default if default == silent and _is_count(default) else None
+
+
+def _any_count(value: Any) -> Any:
+    """Return *value*, or the first entry of a list with one for each layer."""
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _common_count(value: Any) -> Any:
+    """Return *value*, or the entry that all layers have in a list of them."""
+    return _any_count(value) if not isinstance(value, list) or len({*value}) == 1 else None
 
 
 def _is_count(value: object) -> bool:

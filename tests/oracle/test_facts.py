@@ -48,8 +48,6 @@ INDEXED = {
     ("num_experts_per_tok", "zero"),  # which it loads in other models
 }
 UNDECIDED_IN = {
-    # It compares the list of sizes with the number of layers, which has no default.
-    "gemma3n_text": {("intermediate_size", "absent"), ("intermediate_size", "shorter")},
     "gpt2": {("n_inner", "absent")},
     "internvl": {("text_config.model_type", "absent"), ("vision_config.norm_type", "absent")},
     "jamba": {("mamba_dt_rank", "absent")},

@@ -48,9 +48,18 @@ def split_aliases(name: str) -> tuple[str, ...]:
 
 
 def choose_field_alias(values: Mapping[str, object], name: str) -> str:
-    """Return the first alias in *name* that is set in *values*, or the preferred one if none is."""
+    """Return the first alias in *name* that is set in *values*, or the preferred one if none is.
+
+    If none is set, an entry that is missing from a list in *values* is preferred to other aliases.
+    """
     names = split_aliases(name)
-    return next((alias for alias in names if get_nested(values, alias) is not None), names[0])
+    is_set = (alias for alias in names if get_nested(values, alias) is not None)
+    in_list = (
+        alias
+        for outer, _, last, alias in ((*alias.rpartition("."), alias) for alias in names)
+        if last.isdecimal() and isinstance(get_nested(values, outer), list)
+    )
+    return next(is_set, next(in_list, names[0]))
 
 
 def has_field(values: Mapping[str, object], name: str) -> bool:

@@ -190,6 +190,7 @@ def test_tensors_without_place_in_layout_are_noted(tmp_path: Path) -> None:
         ("moe_num_experts", [4, 5]),
         ("moe_intermediate_size", [29, 12]),
         ("moe_intermediate_size", [28, 13]),
+        ("moe_intermediate_size", [28]),
         ("moe_num_shared_experts", 3),
         ("moe_layer_start_index", [2, 2]),
     ],
