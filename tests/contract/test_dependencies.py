@@ -17,7 +17,7 @@ from tests.structure import Import, imports, imports_of, trees
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
-    ("cli", "integrations", "plugins"),
+    ("cli", "integrations", "plugins", "pre_commit"),
     ("distributed", "api"),
     ("runs",),
     ("verbs",),
