@@ -13,6 +13,7 @@ tensors of a layer    elements per token                        elements per req
 ``kv``                rows of ``kv``, in a window               -
 ``comp_kv``           rows of ``kv`` and ``index_norm`` for     rows of ``comp_kv`` and
                       each group of tokens                      ``comp_gate`` of an open group
+``linear_norm``       -                                         rows of it x head dimension
 ``linear_conv_*``     -                                         channels x (taps - 1), and key
                                                                 dimension x rows of values
 ``mamba_conv*``       -                                         channels x (taps - 1), and
@@ -90,6 +91,8 @@ ATTENTION_WORDS = {
     *("post", "vision", "attn", "ffn", "hc", "scale", "attention", "relative", "index"),
 }
 """First words of names of tensors of layers with a cache that is described."""
+FUSED_AXES = ("n", "d")
+"""Axes of queries, keys and values in one tensor, with fewer heads of keys than of queries."""
 COMPRESSOR_WORD, COMPRESSOR = "comp", ("comp_kv", "comp_gate", "comp_place", "comp_norm")
 """First word of names of tensors that compress groups of tokens, and the complete set of them."""
 INDEX_NAMES = ("index_k", "index_gate")
@@ -444,13 +447,16 @@ def _iterate_caches(
         yield _describe_latent(family, layer)
     if "kv" in rows:
         yield _describe_compressed(layer, text)
-    if "k" in rows or "qkv" in rows:
+    if "linear_norm" in rows and "qkv" in rows:
+        yield _describe_lightning(layer, sizes)
+    elif "k" in rows or "qkv" in rows:
         if window is None:
             raise UnknownCacheError("`layer_types` contradicts the tensors of a layer")
         kind, tokens = window
         elements = _count_keys_and_values(layer, text)
         index = _count_index_elements(layer)
-        yield LayerCache(kind, elements, _count_heads(layer, sizes), tokens, index_elements=index)
+        heads = _count_heads(layer, sizes, text)
+        yield LayerCache(kind, elements, heads, tokens, index_elements=index)
     if "linear_conv_v" in rows:
         yield _describe_delta_net(layer, sizes)
     if any(name.startswith("mamba_conv") for name in rows):
@@ -463,6 +469,8 @@ def _iterate_caches(
 def _count_keys_and_values(layer: _Layer, text: Json) -> int:
     rows = layer.rows
     if "qkv" in rows:
+        if layer.leaves["qkv"].axes == FUSED_AXES:
+            return rows["qkv"] - rows["o"]  # `o` has as many columns as there are queries
         if "t" not in layer.leaves["qkv"].axes:
             raise UnknownCacheError("queries, keys and values are not separate")
         return rows["qkv"] // 3 * 2
@@ -473,10 +481,11 @@ def _count_keys_and_values(layer: _Layer, text: Json) -> int:
     raise UnknownCacheError(f"layer {layer.number} has keys, but no values")
 
 
-def _count_heads(layer: _Layer, sizes: AxisSizes) -> int | None:
+def _count_heads(layer: _Layer, sizes: AxisSizes, text: Json) -> int | None:
     """Count the key/value heads of a layer, or return None if tensors do not show their number."""
     if "qkv" in layer.rows:
-        return sizes.axes.get("h")
+        is_fused = layer.leaves["qkv"].axes == FUSED_AXES
+        return _read_count(text, ("num_key_value_heads",)) if is_fused else sizes.axes.get("h")
     axes = layer.leaves["k"].axes
     norm = layer.leaves.get("k_norm")
     if norm and norm.axes == ("e",) and axes == ("kd", "d"):
@@ -575,6 +584,17 @@ def _describe_delta_net(layer: _Layer, sizes: AxisSizes) -> LayerCache:
     recurrent = rows["linear_conv_v"] // taps * key_size
     dtype = "float32" if is_kimi else SSM_DTYPE
     return LayerCache(LINEAR, states=(State(channels * (taps - 1)), State(recurrent, dtype=dtype)))
+
+
+def _describe_lightning(layer: _Layer, sizes: AxisSizes) -> LayerCache:
+    """Describe lightning attention, which keeps a product of keys and values for each head.
+
+    As in mlx-lm, it has the dtype of the model.
+    """
+    head_size = sizes.axes.get("le")
+    if head_size is None:
+        raise UnknownCacheError("the head dimension of linear attention is unknown")
+    return LayerCache(LINEAR, states=(State(layer.rows["linear_norm"] * head_size),))
 
 
 def _describe_state_space(layer: _Layer, sizes: AxisSizes, text: Json) -> LayerCache:

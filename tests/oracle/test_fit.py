@@ -141,6 +141,30 @@ def test_latents_equal_tensors_of_mlx_lm(name: str, tmp_path: Path) -> None:
     assert fit.token_bytes == elements * ITEMSIZE
 
 
+def test_states_of_lightning_attention_equal_those_of_mlx_lm(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from tests.oracle import mlx_models
+
+    path = mlx_models.save("bailing_moe_linear", tmp_path / "model")
+    fit = ckptctl.inspect(path, fit="1GB", context=TOKENS, kv_dtype="fp32").fit
+    assert fit and fit.cache
+    program = mlx_models.load(path)
+    cache = make_prompt_cache(program)
+    mx.eval(program(mx.array([list(range(3, 3 + TOKENS))]), cache=cache))
+    sizes: list[int] = []
+    for layer in cache:
+        if hasattr(layer, "keys"):
+            parts = (layer.keys, layer.values)
+            sizes.append(sum(part.shape[1] * part.shape[3] * TOKENS for part in parts))
+        else:
+            sizes.append(layer[0].size)
+    assert len(sizes) == sum(use.layers for use in fit.cache)
+    assert fit.request_bytes == ITEMSIZE * sum(sizes)
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe", "olmo2", "gemma"])
 def test_cache_and_weights_equal_those_of_hf_mem(name: str, tmp_path: Path) -> None:
     """hf-mem assumes that all layers cache keys and values of all tokens."""

@@ -694,6 +694,21 @@ def test_compressed_tokens_of_deepseek_v4_are_counted_by_group(tmp_path: Path, t
     assert fit.max_context and fit.requests
 
 
+def test_lightning_attention_has_states_and_fused_keys_have_few_heads(tmp_path: Path) -> None:
+    """Of four layers, two have lightning attention; the others have two heads of keys."""
+    golden = Golden.read("bailing_moe_linear")
+    path = golden.save(tmp_path / "model")
+    fit = compute(path, "1GB", context=10, kv_dtype="fp32")
+    states, keys = 2 * 4 * 16 * 16, 2 * 2 * 2 * 24
+    assert fit.request_bytes == 4 * (states + 10 * keys)
+    assert compute(path, "2x1GB", context=10, kv_dtype="fp32").stages[0].request_bytes == 2 * (
+        states + 10 * keys
+    )
+    assert compute(path, "4x1GB", context=10, kv_dtype="fp32").stages[0].request_bytes == (
+        states + 2 * 10 * keys
+    )
+
+
 def test_layers_that_reuse_a_latent_cache_nothing(tmp_path: Path) -> None:
     golden = Golden.read("mistral_large4")
     fit = compute(golden.save(tmp_path / "model"), "1GB", context=10, kv_dtype="fp32")
