@@ -275,7 +275,7 @@ def read_layer_letters(value: object, name: str, _: Values) -> list[str] | None:
     """Convert a pattern such as ``M*E|M-/*E`` to the types of all layers except MTP layers."""
     if value is None:
         return None
-    types = {letter: layer_type for layer_type, letter in reversed(LAYER_LETTERS.items())}
+    types = {letter: layer_type for layer_type, letter in [*LAYER_LETTERS.items()][::-1]}
     text = value if isinstance(value, str) else "?"
     letters = text.partition(MTP_SEPARATOR)[0].replace(STAGE_SEPARATOR, "")
     if unknown := sorted(set(letters) - types.keys()):

@@ -407,7 +407,8 @@ def config_to_megatron_fields(
     fields |= rope_fields
     for name, allowed in get_expected_fields(style, fields).items():
         fields.setdefault(name, allowed[0])
-    if style.has_optional_experts and "moe" not in (get_nested(values, "layers_block_type") or ()):
+    types = get_nested(values, "layers_block_type")
+    if style.has_optional_experts and isinstance(types, list) and "moe" not in types:
         fields = {name: value for name, value in fields.items() if not name.startswith("moe_")}
         fields[EXPERT_COUNT_FIELD] = None
     if style.has_local_rope:

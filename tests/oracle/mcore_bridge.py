@@ -77,7 +77,7 @@ def stand_in_for_engine() -> None:
     """Let models of Bridge 0.6 be imported one by one, in a process that runs none of them."""
     for name in ("gpt_model", "experimental_attention_variant_module_specs"):
         import_module(f"megatron.core.models.gpt.{name}")  # which work without the engine
-    import_module("megatron.core.utils")._te_version = Version("0")
+    vars(import_module("megatron.core.utils"))["_te_version"] = Version("0")
     _empty_package("megatron.bridge")
     _empty_package("megatron.bridge.models")
     sys.meta_path.insert(0, _StandIns([one for one in ABSENT if one != "megatron.bridge.models"]))

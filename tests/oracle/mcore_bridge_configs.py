@@ -38,7 +38,7 @@ def _compare(model: dict[str, Any], config: dict[str, Any], bridge: str) -> dict
     except Exception as error:  # the test states which
         return {"error": str(error)}
     names = [name for name in model if not name.startswith("_")]
-    made = {"loaded": {name: _plain(getattr(loaded, name)) for name in names}}
+    made: dict[str, Any] = {"loaded": {name: _plain(getattr(loaded, name)) for name in names}}
     made["class"] = type(loaded).__name__
     if bridge:
         own = _made_of_config(config, bridge)
