@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 import ckptctl
 from tests.checkpoints.readers import differences
-from tests.oracle.mcore_install import run_on_megatron_ranks
+from tests.oracle.mcore_install import require_megatron, run_on_megatron_ranks
 from tests.oracle.tiny import family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -104,7 +106,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if name in NEWER and version("megatron-core").startswith("0.16."):
         pytest.skip("sparse attention of Megatron-Core 0.16 has other tensors")
     if name == "deepseek_v2.lite" and not version("megatron-core").startswith("0.16."):
-        pytest.skip("Megatron-Core 0.19 builds it only with Transformer Engine: it norms queries")
+        pytest.skip("Megatron-Core 0.19 norms the input of its queries again, unlike the model")
     folder = tmp_path_factory.mktemp(name)
     made = recipe(name)
     model = hf_models.random_model(tiny(name))
@@ -152,6 +154,43 @@ def test_norm_names_match_transformer_engine_spec(proof: Proof) -> None:
 
     assert is_fused(proof.read("listed.pt")["separate"])
     assert not (proof.recipe.named_twice and is_fused(proof.read("local.pt")))
+
+
+def test_newest_megatron_norms_queries_without_latent_again() -> None:
+    """DeepSeek-V2-Lite has no such norm: queries and latents read one normed state."""
+    require_megatron("0.19", "before, the specification alone decided")
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+
+    plain, fused = type("Linear", (), {}), type("NormedLinear", (), {})
+    engine = SimpleNamespace(
+        layer_norm=lambda **_: IdentityOp,
+        column_parallel_linear=lambda: plain,
+        column_parallel_layer_norm_linear=lambda: fused,
+    )
+    parts = MLASelfAttentionSubmodules(
+        linear_q_proj=plain,
+        linear_kv_up_proj=fused,
+        linear_proj=plain,
+        q_layernorm=IdentityOp,
+        kv_layernorm=IdentityOp,
+    )
+    config = SimpleNamespace(
+        q_lora_rank=None,
+        experimental_attention_variant=None,
+        transformer_impl="transformer_engine",
+        normalization="RMSNorm",
+        qk_l2_norm=False,
+        qk_layernorm=True,
+    )
+    resolver = "megatron.core.transformer.mla_qk_norm_config.get_backend"
+    with mock.patch(resolver, lambda _: engine):
+        made = QKNormConfigResolver(config, parts).resolve()
+        assert (made["linear_q_proj"], made["linear_kv_up_proj"]) == (fused, fused)
+        config.qk_layernorm = False
+        with pytest.raises(ValueError, match="supposed to be disabled"):
+            QKNormConfigResolver(config, parts).resolve()
 
 
 def test_hf_to_mcore_keeps_logits(proof: Proof) -> None:
