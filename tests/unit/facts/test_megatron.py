@@ -425,6 +425,14 @@ def test_text_model_next_to_a_tower_is_written_and_compared(name: str, kind: str
         assert find_possible_families(styled, told) == [name]
 
 
+def test_arguments_of_gemma3_have_sizes_of_its_text_model() -> None:
+    text = {key: value for key, value in config("gemma3_text").items() if key != "model_type"}
+    tower = {"hidden_size": 40, "intermediate_size": 88, "num_hidden_layers": 3}
+    described = {"model_type": "gemma3", "text_config": text, "vision_config": tower}
+    made = build_megatron_arguments(families.family("gemma3"), described)
+    assert (made["hidden_size"], made["ffn_hidden_size"], made["num_layers"]) == (64, 112, 4)
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])
 def test_tied_embeddings_and_sections_next_to_a_tower_are_compared(name: str) -> None:
     described = visual_config(name)
