@@ -58,6 +58,7 @@ from ckptctl.planner.layouts import Family
 TARGET_KEY = "_target_"
 """Key under which Megatron-Bridge and NeMo state the class of an object."""
 EXPERT_COUNT_FIELD, MTP_COUNT_FIELD = "num_moe_experts", "mtp_num_layers"
+MTP_INDEX = "j"
 PATTERN_FIELD, OLD_PATTERN_FIELD = "hybrid_layer_pattern", "hybrid_override_pattern"
 """Field with the letters of a hybrid model's layers, and its name until Megatron-Core 0.16."""
 CONFIG_NAME = "Megatron-Core's configuration"
@@ -393,9 +394,8 @@ def config_to_megatron_fields(
     _require_expressible(family, style, values)
     sizes_by_name = _name_sizes(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {fact.config: _get_fact_value(fact, values, sizes_by_name) for fact in style.facts}
-    if sizes is not None and any("j" in tensor.indices for tensor in family.tensors.values()):
-        mtp_facts = (fact.config for fact in style.facts if fact.megatron == MTP_COUNT_FIELD)
-        facts |= dict.fromkeys(mtp_facts, sizes.get("j", 0))
+    if sizes is not None:
+        facts |= _count_mtp_layers(family, sizes)
     fields = {fact.megatron: write_megatron_value(fact, facts) for fact in style.facts}
     fields |= {copy: fields[field] for copy, field in style.copies.items()}
     rope = values.get("rope")
@@ -418,6 +418,19 @@ def config_to_megatron_fields(
         fields["rotary_base"] = [base, fields["rotary_base"]]
     length = parse_size(get_nested(values, "max_position_embeddings"), "max_position_embeddings")
     return fields | ({} if length is None else dict.fromkeys(LENGTH_FIELDS, length))
+
+
+def _count_mtp_layers(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of MTP layers that the tensors show, or nothing if they have no index."""
+    style = require_megatron_style(family)
+    names = [fact.config for fact in style.facts if fact.megatron == MTP_COUNT_FIELD]
+    indexed = any(MTP_INDEX in tensor.indices for tensor in family.tensors.values())
+    if not indexed and any(name.startswith("mtp_") for name in family.tensors):
+        return {}
+    # In other families, the index numbers the layers of a tower.
+    counted = split_aliases(family.sizes.get(MTP_INDEX, ("", ""))[0])[0]
+    is_own = counted in ("", *map(style.get_config_name, names))
+    return dict.fromkeys(names, sizes.get(MTP_INDEX, 0) if is_own else 0)
 
 
 def _fill_indexer_types(values: Json) -> Json:

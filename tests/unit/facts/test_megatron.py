@@ -425,6 +425,24 @@ def test_text_model_next_to_a_tower_is_written_and_compared(name: str, kind: str
         assert find_possible_families(styled, told) == [name]
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected"),
+    [
+        ("deepseek_v3", {"j": 2}, 2),
+        ("deepseek_v3", {}, None),
+        ("qwen3_5_text", {"j": 2}, 2),
+        ("nemotron_h", {}, 1),  # its tensors have no index
+        ("kimi_k25", {"j": 2}, None),  # the layers of its tower
+    ],
+)
+def test_tensors_determine_number_of_mtp_layers(
+    name: str, sizes: dict[str, int], expected: int | None
+) -> None:
+    described = visual_config(name) if name in VISUAL else config(name)
+    made = build_megatron_arguments(families.family(name), described, sizes)
+    assert made["mtp_num_layers"] == expected
+
+
 def test_arguments_of_gemma3_have_sizes_of_its_text_model() -> None:
     text = {key: value for key, value in config("gemma3_text").items() if key != "model_type"}
     tower = {"hidden_size": 40, "intermediate_size": 88, "num_hidden_layers": 3}
