@@ -4,7 +4,7 @@
 
     python -m tests.benchmarks.deltas                       # 42M parameters, 3 rounds
     python -m tests.benchmarks.deltas --model medium        # 7M parameters
-    python -m tests.benchmarks.deltas --model large --runs 1 --only training  # 154M parameters
+    python -m tests.benchmarks.deltas --model large --runs 1 --only training --xdelta3 ""  # 153M
     python -m tests.benchmarks.deltas --model small --xdelta3 /opt/xdelta3
     python -m tests.benchmarks.deltas --only speed          # does not need transformers
 
@@ -153,7 +153,7 @@ class Deltas:
             self._measure_speed()
 
     def _measure_training(self) -> None:
-        for rate in RATES:
+        for rate in self._options.rates:
             folder = self._scratch / rate
             shape = map(str, SIZES[self._options.model])
             run([PYTHON, "-c", TRAIN, str(folder), rate, *shape])
@@ -260,7 +260,8 @@ def main() -> int:
     parser = parser_of("deltas", __doc__, runs=3)
     parser.add_argument("--model", choices=SIZES, default="full", help="size of the model")
     parser.add_argument("--only", choices=("training", "speed"), help="part to measure")
-    parser.add_argument("--xdelta3", default=shutil.which("xdelta3"), help="path of xdelta3")
+    parser.add_argument("--rates", nargs="+", default=RATES, help="learning rates")
+    parser.add_argument("--xdelta3", default=shutil.which("xdelta3"), help="its path, or empty")
     parser.add_argument(
         "--speed-bytes", type=parse_bytes, default="200MB", help="bytes for the speed of threads"
     )
