@@ -56,7 +56,7 @@ from ckptctl.errors import MappingError, RefusedError, UnsupportedError, format_
 from ckptctl.formats.peft import CONFIG
 from ckptctl.planner.config_facts import Json, read_sizes
 from ckptctl.planner.copying.blocks import build_view
-from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.layouts import EXPERT_AXIS, HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, STACKED, get_module_name, is_factor
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.strided import StridedTensor
@@ -261,7 +261,8 @@ def convert_expert_factors(
 
     Raises:
         MappingError: Config files are missing, or the model has no experts that can be stacked.
-        UnsupportedError: Factors of some experts are missing.
+        UnsupportedError: Factors of some experts are missing, or the model has experts of two
+            kinds.
         RefusedError: The adapter has no experts to convert, or the LoRA scales of the experts in a
             stack differ.
     """
@@ -278,10 +279,25 @@ def convert_expert_factors(
     get_shape = get_stated_shapes(family, sizes)
     expert_stacks = list(iterate_expert_stacks(catalog, family, sizes, get_shape))
     if form == "apart":
+        _require_experts_of_one_kind(catalog, family)
         return _unstack_experts(
             *_rename_to_layout(catalog, config, family, STACKED, HF), expert_stacks
         )
     return _stack_experts(*_rename_to_layout(catalog, config, family, HF, STACKED), expert_stacks)
+
+
+def _require_experts_of_one_kind(catalog: Catalog, family: Family) -> None:
+    """Raise if *family* numbers two kinds of experts together, for which adapters have no names."""
+    second_kinds = [s for s in family.shifts if s.layout == HF and s.into == EXPERT_AXIS]
+    if second_kinds:
+        raise UnsupportedError(
+            f"adapters of single experts are not supported for `{family.name}`",
+            where=catalog.path,
+            why="its files number the experts of pictures after those of text, and an adapter of "
+            "some of them does not show which are which",
+            hint=f"keep the stacked factors (omit {format_option('--experts')}), or merge the "
+            "adapter with `ckptctl merge BASE ADAPTER DST`",
+        )
 
 
 def _rename_to_layout(

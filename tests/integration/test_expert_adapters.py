@@ -185,3 +185,21 @@ def test_experts_option_without_model_config_is_an_error(tmp_path: Path) -> None
         ckptctl.convert(source, tmp_path / "out", to="peft", experts="stacked")
     with pytest.raises(UsageError, match="experts"):
         ckptctl.convert(source, tmp_path / "out", to="torch", experts="stacked")
+
+
+def test_experts_of_two_kinds_stay_stacked_and_merge(tmp_path: Path) -> None:
+    """ERNIE 4.5 VL's files number experts of pictures after those of text."""
+    base = Golden.read("ernie4_5_vl_moe").save(tmp_path / "base")
+    module = "base_model.model.model.language_model.layers.1.mlp.text_moe.experts"
+    factors = {
+        f"{module}.lora_A.weight": torch.randn(4 * RANK, 28),
+        f"{module}.lora_B.weight": torch.randn(64, 4 * RANK),
+    }
+    parameters = ["text_moe.experts.down_proj"]
+    adapter = save(factors, tmp_path / "adapter", target_parameters=parameters)
+    with pytest.raises(UnsupportedError, match="adapters of single experts") as caught:
+        convert(adapter, tmp_path / "apart", base, "apart")
+    assert "experts of pictures after those of text" in str(caught.value.why)
+    assert not (tmp_path / "apart").exists()
+    done = ckptctl.merge(base, adapter, tmp_path / "merged")
+    assert done.plan.model_type == "ernie4_5_vl_moe"
