@@ -84,6 +84,7 @@ FAMILY: Family = replace(
         "x": ("moe_num_experts", ""),
         "m": ("moe_intermediate_size", ""),
     },
+    stack_schemes=(),
     proofs=_proofs.get_proofs("hf", "hf-v5"),
     config_signs=({"model_type": "ernie4_5_moe"},),
     tiny=dict(granitemoe.FAMILY.tiny) | {"f": 12, "s": 14, "dd": 40},

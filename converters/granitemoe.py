@@ -1,7 +1,8 @@
 """Granite 3 1B-A400M, 3B-A800M: attention as in Llama, all layers with stacked experts.
 
 Sources: transformers' ``modeling_granitemoe.py`` and ``conversion_mapping.py`` (``hf-v5``:
-in-memory names of transformers 5), mlx-lm's ``granitemoe.py``.
+in-memory names of transformers 5), mlx-lm's ``granitemoe.py``; vLLM's
+``granitemoe.py`` for scales of stacks.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
@@ -28,6 +29,7 @@ FAMILY = Family(
         "x": ("num_local_experts", ""),
         "m": ("intermediate_size", ""),
     },
+    stack_schemes=("fp8-channel",),
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "granitemoe"},),
     tiny=dict(v=24, d=20, h=8, k=4, e=6, x=3, m=10, i=2),

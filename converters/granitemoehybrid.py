@@ -1,7 +1,8 @@
 """Granite 4 Tiny, Small: Mamba-2 or attention layers, routed experts and a shared expert.
 
 Sources: transformers' ``modeling_granitemoehybrid.py`` and ``conversion_mapping.py`` (``hf-v5``:
-in-memory names of transformers 5), mlx-lm's ``granitemoehybrid.py``.
+in-memory names of transformers 5), mlx-lm's ``granitemoehybrid.py``; vLLM's
+``granitemoehybrid.py`` for scales of stacks.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind, Tie
@@ -81,6 +82,7 @@ FAMILY = Family(
         "taps": ("mamba_d_conv", ""),
         "i": ("num_hidden_layers", ""),
     },
+    stack_schemes=("fp8-channel",),
     proofs=_proofs.get_proofs("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": CHOSEN},),
     tiny=dict(v=24, d=20, h=8, k=4, e=6, x=3, m=10, s=14, mp=27, mc=18, mh=4, me=3, taps=5, i=4),

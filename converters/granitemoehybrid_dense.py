@@ -28,6 +28,7 @@ FAMILY: Family = replace(
     like={},
     ties=(Tie("output", of="embed"),),
     sizes={k: v for k, v in granitemoehybrid.FAMILY.sizes.items() if k not in ("x", "m")},
+    stack_schemes=(),
     proofs=_proofs.get_proofs("hf", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": UNCHOSEN},),
     tiny={k: v for k, v in granitemoehybrid.FAMILY.tiny.items() if k not in ("x", "m")},

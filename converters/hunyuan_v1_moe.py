@@ -36,6 +36,7 @@ FAMILY: Family = replace(
     ),
     architecture="HunYuanMoEV1ForCausalLM",
     sizes=dict(granitemoe.FAMILY.sizes) | {"x": ("num_experts", "")},
+    stack_schemes=(),
     proofs=_proofs.get_proofs("hf", "hf-v5"),
     config_signs=({"model_type": "hunyuan_v1_moe"},),
 )

@@ -127,7 +127,7 @@ def _note_misaligned_fusion(recipe: Recipe, selected: Sequence[OutputTensor]) ->
     block_rows = next(
         (part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1
     )
-    rows = {tensor.name: tensor.shape[0] for tensor in selected}
+    rows = {tensor.name: tensor.shape[-2] for tensor in selected}
     misaligned = [
         name for group in find_fused_groups(rows) for name in group[:-1] if rows[name] % block_rows
     ]
@@ -146,9 +146,11 @@ def _note_stacked_experts(
     """Yield a note that few programs read quantized stacks of experts, if any are selected."""
     stacked = [tensor.name for tensor in selected if len(tensor.shape) == 3]
     if stacked:
-        note = (
-            f"{quote_names(stacked)}: transformers reads stacked quantized experts only on GPUs "
-            "with FP8 support, and ignores their scales where it dequantizes"
+        note = f"{quote_names(stacked)}: " + (
+            "transformers reads stacked quantized experts only on GPUs with FP8 support, and "
+            "ignores their scales where it dequantizes"
+            if recipe.stack_multiples
+            else "vLLM reads these stacks of quantized experts, but transformers does not"
         )
         yield "; ".join((note, *_unstack_hints(change.family, recipe)))
 
@@ -329,15 +331,16 @@ def _require_readable_stack(
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
-    is_split = role != "stacked" and _is_split_into_experts(tensor, recipe, role)
+    is_split = _is_split_into_experts(tensor, recipe, role)
     if is_split and not any(_unstack_hints(family, recipe)):
         return  # no layout has per-expert weights
-    if is_split or not recipe.stack_multiples:
+    is_read = role == "stacked" and family is not None and recipe.name in family.stack_schemes
+    if is_split or not (recipe.stack_multiples or is_read):
         why = f"programs that read {recipe.name} require per-expert weights"
-    elif role != "experts":
+    elif role != "experts" and not is_read:
         why = (
-            "only transformers reads stacks, and only of shape [experts, out, in] in a "
-            "module `experts`"
+            f"{recipe.name} supports only stacks that transformers reads: of shape "
+            "[experts, out, in] in a module `experts`"
         )
     elif rows % block_rows or columns % block_columns:
         why = f"transformers requires stacks of whole {block_rows}x{block_columns} blocks"
@@ -397,9 +400,11 @@ class _ExpertSlice:
 def _is_split_into_experts(tensor: OutputTensor, recipe: Recipe, role: Role) -> bool:
     """Return whether quantization stores one tensor per expert of the stack *tensor*.
 
-    No program reads stacks ``[experts, in, out]`` with scales.
+    No program reads stacks ``[experts, in, out]`` with scales. Stacks with names of their own are
+    never split.
     """
-    return len(tensor.shape) == 3 and (not recipe.stack_multiples or role == "transposed")
+    is_stack = len(tensor.shape) == 3 and role != "stacked"
+    return is_stack and (not recipe.stack_multiples or role == "transposed")
 
 
 def _split_experts(stack: OutputTensor, role: Role) -> Iterator[_ExpertSlice]:

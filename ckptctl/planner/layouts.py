@@ -229,6 +229,8 @@ class Family:
         quantized: Variants with quantized elements or their scales.
         unquantized: Matrices of layers that no program reads quantized, by name without indices.
             Routers, gates and embeddings are recognized by their axes.
+        stack_schemes: Schemes of ``--quantize`` in which programs read the stacked experts of
+            ``hf`` under the names of the tables.
         experts_apart: Whether quantized experts must stay separate, because no program reads them
             stacked.
         proofs: Programs with which logits were compared, by layout.
@@ -279,6 +281,7 @@ class Family:
     companions: tuple[Companion, ...] = ()
     quantized: tuple[str, ...] = ()
     unquantized: tuple[str, ...] = ()
+    stack_schemes: tuple[str, ...] = ()
     experts_apart: bool = False
     proofs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

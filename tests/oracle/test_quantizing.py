@@ -317,6 +317,54 @@ def test_split_transposed_stacks_match_llm_compressor(
     ]
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "granitemoehybrid"])
+def test_stacks_of_granite_match_llm_compressor_by_expert(tmp_path: Path, name: str) -> None:
+    """The rows of a stack are quantized as those of a matrix; compressed-tensors reads the stack.
+
+    vLLM divides both the stack and its scales ``[experts, out, 1]`` among the experts.
+    """
+    golden = Golden.read(name)
+    config = {**golden.config, "torch_dtype": "bfloat16"}
+    state: State = {
+        key: hard(math.prod(shape[:-1]), shape[-1], torch.bfloat16, seed).view(*shape)
+        if len(shape) == 3 and "_linear." in key
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for seed, (key, (_, shape)) in enumerate(golden.tensors.items())
+    }
+    save_hf(tmp_path / "source", state, config)
+    done = ckptctl.convert(tmp_path / "source", tmp_path / "out", to="hf", quantize="fp8-channel")
+    assert any("vLLM reads these stacks" in note for note in done.all_notes)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stacks = {key: one for key, one in state.items() if one.dim() == 3 and "_linear." in key}
+    matrices = {
+        f"{key.removesuffix('.weight')}.{number}.weight": expert.contiguous()
+        for key, stack in stacks.items()
+        for number, expert in enumerate(stack)
+    }
+    save_hf(tmp_path / "matrices", matrices, config)
+    load("llmcompressor").model_free_ptq(
+        tmp_path / "matrices", tmp_path / "wanted", scheme=PRESETS["fp8-channel"], ignore=[],
+        device="cpu",
+    )  # fmt: skip
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    said = load("compressed_tensors.quantization").QuantizationConfig.model_validate(written)
+    (group,) = said.config_groups.values()
+    base = load("compressed_tensors.compressors").BaseCompressor
+    reader = base.get_value_from_registry(written["format"])
+    ckptctl.convert(tmp_path / "out", tmp_path / "plain", to="hf", dequantize="bf16")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    for key, stack in stacks.items():
+        module = key.removesuffix(".weight")
+        parts = {part: found[f"{module}.{part}"] for part in ("weight", "weight_scale")}
+        assert parts["weight_scale"].shape == (*stack.shape[:2], 1)
+        for number in range(len(stack)):
+            for part, value in parts.items():
+                expected = wanted[f"{module}.{number}.{part}"]
+                assert digest({"": value[number].contiguous()}) == digest({"": expected}), key
+        assert torch.equal(reader.decompress(parts, group)["weight"], plain[key])
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "llama4_text"])
 def test_split_transposed_stacks_in_blocks_match_transformers(tmp_path: Path, name: str) -> None:
     """Each expert is a linear layer to ``Fp8Quantize``, and compressed-tensors reads it."""
