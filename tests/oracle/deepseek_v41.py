@@ -137,14 +137,23 @@ def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"vision.blocks.{n}.mlp.w2.weight", (vd, 20)
 
 
-def save(folder: Path) -> Path:
-    """Write a random model in *folder*."""
+NAMES = ("deepseek_v41", "deepseek_v41.main")
+"""The model with its MTP layers, and without."""
+
+
+def save(folder: Path, name: str = NAMES[0]) -> Path:
+    """Write a random model called *name* in *folder*."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(0)
     state: State = {
-        name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-        for name, shape in list_tensors()
+        key: torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        for key, shape in list_tensors()
     }
+    config = CONFIG
+    if name == "deepseek_v41.main":
+        state = {key: value for key, value in state.items() if not key.startswith("mtp.")}
+        text = {key: value for key, value in TEXT.items() if key != "num_nextn_predict_layers"}
+        config = CONFIG | {"text_config": text}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

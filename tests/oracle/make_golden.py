@@ -25,7 +25,7 @@ from tests.oracle.tiny import TINY
 
 def main(chosen: list[str]) -> None:
     known = load_families()
-    for name in chosen or (*TINY, *mlx_models.TINY, "deepseek_v41"):
+    for name in chosen or (*TINY, *mlx_models.TINY, *deepseek_v41.NAMES):
         if family_of(name) in known:
             with tempfile.TemporaryDirectory() as folder:
                 try:
@@ -36,8 +36,8 @@ def main(chosen: list[str]) -> None:
 
 def golden(name: str, folder: Path) -> Golden:
     """Return the golden model called *name*."""
-    if name == "deepseek_v41":
-        deepseek_v41.save(folder / "model")
+    if name in deepseek_v41.NAMES:
+        deepseek_v41.save(folder / "model", name)
     elif name in mlx_models.TINY:
         mlx_models.save(name, folder / "model")
     else:
