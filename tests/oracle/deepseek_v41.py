@@ -137,6 +137,7 @@ def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"vision.blocks.{n}.mlp.w2.weight", (vd, 20)
 
 
+MTP_SIZES = ("num_nextn_predict_layers", "dspark_n_routed_experts", "dspark_markov_rank")
 NAMES = ("deepseek_v41", "deepseek_v41.main")
 """The model with its MTP layers, and without."""
 
@@ -152,8 +153,7 @@ def save(folder: Path, name: str = NAMES[0]) -> Path:
     config = CONFIG
     if name == "deepseek_v41.main":
         state = {key: value for key, value in state.items() if not key.startswith("mtp.")}
-        text = {key: value for key, value in TEXT.items() if key != "num_nextn_predict_layers"}
-        config = CONFIG | {"text_config": text}
+        config = CONFIG | {"text_config": TEXT | dict.fromkeys(MTP_SIZES)}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
