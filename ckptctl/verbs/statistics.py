@@ -53,8 +53,8 @@ class Statistics:
     ] = ()
 
 
-class _StoppedError(Exception):
-    """Raised in threads whose result is no longer needed."""
+class UnneededResultError(Exception):
+    """Raised in a thread to stop reading values that are no longer needed."""
 
 
 def map_tensors_in_parallel(
@@ -84,7 +84,7 @@ def map_tensors_in_parallel(
 
         def advance_unless_stopped(nbytes: int) -> None:
             if stop.is_set():
-                raise _StoppedError
+                raise UnneededResultError
             report_progress(nbytes)
 
         try:

@@ -32,7 +32,7 @@ from ckptctl.verbs.browsing import (
     locate_extents,
     measure,
 )
-from ckptctl.verbs.statistics import Statistics
+from ckptctl.verbs.statistics import Statistics, UnneededResultError
 
 KEYS = (
     ("up, down, k, j", "highlight another entry"),
@@ -58,10 +58,6 @@ READS = 2
 """Number of times that statistics read a tensor."""
 Line = tuple[str, str]
 """Text and style of a line of the panel."""
-
-
-class _StoppedError(Exception):
-    """Raised to stop reading values that are no longer needed."""
 
 
 class Help(ModalScreen[None]):
@@ -225,7 +221,7 @@ class Browser(App[None]):
             def advance(nbytes: int, total: int = total) -> None:
                 nonlocal read, percent
                 if worker.is_cancelled:
-                    raise _StoppedError
+                    raise UnneededResultError
                 read += nbytes
                 if 100 * read // total > percent:
                     percent = 100 * read // total
@@ -234,7 +230,7 @@ class Browser(App[None]):
             result: Statistics | CkptError | None
             try:
                 result = measure(self.checkpoints[side], entry, advance)
-            except _StoppedError:
+            except UnneededResultError:
                 return
             except CkptError as error:
                 result = error
