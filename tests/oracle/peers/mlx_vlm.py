@@ -70,7 +70,8 @@ def _ernie(found: dict[str, Any]) -> dict[str, Any]:
         "pixel_hidden_size": vision["hidden_size"],
         "im_patch_id": found["image_token_id"],
     }
-    return text | found | stated
+    config: dict[str, Any] = text | found | stated
+    return config
 
 
 def not_stated(config: Any) -> dict[str, Any]:
