@@ -27,7 +27,8 @@ pytest.importorskip("textual", reason="the extra `tui` is not installed")
 
 from textual.screen import Screen
 
-from ckptctl.cli.views.browser import Browser, _StoppedError
+from ckptctl.cli.views.browser import Browser
+from ckptctl.verbs.statistics import UnneededResultError
 
 SNAPSHOTS = Path(__file__).parents[2] / "snapshots" / "browse"
 PINNED = "8.2.8"
@@ -329,7 +330,7 @@ def test_reading_stops_on_request(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         try:
             while True:
                 advance(1)
-        except _StoppedError:
+        except UnneededResultError:
             stopped.append(True)
             raise
 
