@@ -84,9 +84,14 @@ def detect_layouts(
             exclude it.
         root: Prefix that was removed from the keys, with its dot.
     """
-    configs = [None if file is None else add_rope_fields(file) for file in (config, params)]
+    evidence_by_name = (
+        dict.fromkeys(families, ())
+        if is_user_specified
+        else _find_families_by_configs(families, config, params)
+    )
     # Keys of an unknown model mostly have parts that no table has, so they are filtered only once.
-    words = _collect_key_parts(tuple(families.values()))
+    # Only the tables of families that the configs do not exclude are searched for parts.
+    words = _collect_key_parts(tuple(families[name] for name in evidence_by_name))
     kinds = group_keys_by_kind(shapes)
     known_kinds = [kind for kind in kinds if kind.words <= words]
     arguments = _DetectionArguments(
@@ -95,10 +100,8 @@ def detect_layouts(
     # Only layouts that know every key are exact. Then the tables of most families are not parsed.
     for share in dict.fromkeys((1.0, min_share)):
         candidates: list[Candidate] = []
-        for family in families.values():
-            evidence = () if is_user_specified else _find_evidence(family, *configs)
-            if evidence is None:
-                continue
+        for family_name, evidence in evidence_by_name.items():
+            family = families[family_name]
             if names := _list_plausible_layouts(family, arguments, share):
                 candidates += _list_candidates(family, names, arguments, share, evidence)
         if any(candidate.is_exact for candidate in candidates):
@@ -117,7 +120,7 @@ def detect_layouts(
     best = _exclude_inherited(best)
     if is_user_specified:
         return tuple(best)
-    select = _exclude_unproven if configs == [None, None] else _exclude_refined
+    select = _exclude_unproven if config is None and params is None else _exclude_refined
     return tuple(select(best, families))
 
 
@@ -131,18 +134,20 @@ def list_families_matching_configs(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
     """List the model types that match the configs, except types that another match refines."""
-    normalized_configs = [
-        None if file is None else add_rope_fields(file) for file in (config, params)
-    ]
-    names = [
-        name
-        for name, family in families.items()
-        if _find_evidence(family, *normalized_configs) is not None
-    ]
+    names = _find_families_by_configs(families, config, params)
     refined_names = {
         parent for name in names for parent in list_ancestor_families(families[name], families)
     }
     return [name for name in names if name not in refined_names]
+
+
+def _find_families_by_configs(
+    families: Mapping[str, Family], config: Json | None, params: Json | None
+) -> dict[str, tuple[str, ...]]:
+    """Map the families that the configs do not exclude to the config fields that match."""
+    configs = [None if file is None else add_rope_fields(file) for file in (config, params)]
+    evidence_by_name = {name: _find_evidence(family, *configs) for name, family in families.items()}
+    return {n: evidence for n, evidence in evidence_by_name.items() if evidence is not None}
 
 
 class _DetectionArguments(NamedTuple):
@@ -150,7 +155,7 @@ class _DetectionArguments(NamedTuple):
 
     shapes: Mapping[str, tuple[int, ...]]
     by_kind: Sequence[KeyKind]
-    known_kinds: Sequence[KeyKind]  # those whose words are in any family
+    known_kinds: Sequence[KeyKind]  # those whose words are in a possible family
     files: tuple[Json | None, Json | None]
     ranks: int
     prefer: str | None
