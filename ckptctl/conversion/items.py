@@ -10,8 +10,6 @@ from ckptctl.catalog import Blob, Catalog, Extent, Finding
 from ckptctl.errors import CkptError, MissingPackageError
 from ckptctl.formats.shared.findings import finding_from_error
 from ckptctl.storage.files import source_files
-from ckptctl.storage.zips.directory import FileRange, read_zip_directory
-from ckptctl.storage.zips.zip_reader import MAX_PICKLE_BYTES
 from ckptctl.tree import TreePath
 
 
@@ -91,6 +89,9 @@ def _build_finding(error: CkptError, part: Catalog) -> Finding:
 
 def _has_verified_pickle(root: TreePath, blob: Blob) -> bool:
     """Check if a checksum proves that the pickle of *blob* is undamaged."""
+    from ckptctl.storage.zips.directory import FileRange, read_zip_directory
+    from ckptctl.storage.zips.zip_reader import MAX_PICKLE_BYTES
+
     try:
         with source_files(root) as files:
             span = FileRange(files, blob.file or "", blob.offset, blob.nbytes)

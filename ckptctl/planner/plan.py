@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.catalog import ComputedTensor, TensorEntry
 from ckptctl.columns import get_extent_files
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
+
+if TYPE_CHECKING:
+    from ckptctl.planner.strided import StridedTensor
 
 CrcLookup = Callable[[int], int]
 """Function that returns the CRC-32 of a finished record, by its index in ``Plan.records``."""

@@ -16,7 +16,6 @@ from ckptctl.errors import (
     quote_names,
     wrap_os_errors,
 )
-from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import require_local, resolve_links
 from ckptctl.storage.urls import SCHEME, to_local_path
 from ckptctl.tree import TreePath
@@ -145,6 +144,8 @@ def is_empty_folder(path: Path) -> bool:
 
 def _require_movable(folder: Path) -> None:
     """Raise if a rename cannot replace *folder*, for example because it is a mount point."""
+    from ckptctl.storage.file_system import list_mounts_in  # few destinations exist already
+
     if os.path.ismount(folder) or list_mounts_in(resolve_links(folder)):
         message = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):

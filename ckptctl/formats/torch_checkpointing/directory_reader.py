@@ -1,14 +1,12 @@
-"""``torch_checkpointing`` directories, with one file per top-level item and rank.
+"""Read ``torch_checkpointing`` directories.
 
-Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
-the DTensors in it, so ``metadata.pkl`` is not required. That file exists only if an item has a
-resharder, and is then compared with the ranks' files. Version ``2.0`` of it contains only
-builtins, so it is unpickled without allowing any class.
+A rank's file describes the DTensors in it, so ``metadata.pkl`` is not required. That file exists
+only if an item has a resharder, and is then compared with the ranks' files. Version ``2.0`` of it
+contains only builtins, so it is unpickled without allowing any class.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +15,15 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, quote_names
-from ckptctl.formats import rank_files
-from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.errors import FormatError, UnsupportedError, quote_names
+from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.findings import FaultCollector
 from ckptctl.formats.shared.indexes import read_metadata_file
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE_HINT
 from ckptctl.formats.shared.leaves import flatten_object, join_path
+from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import scan_sidecar_files
+from ckptctl.formats.torch_checkpointing.item_files import ITEM_FILE, METADATA, NAME, is_item_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import parse_json as loads_json
 from ckptctl.storage.json_reader import read_json
@@ -43,17 +42,11 @@ from ckptctl.storage.schema import (
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
-    from ckptctl.formats.shared.rank_merge import RankMerger
     from ckptctl.formats.shared.stored_leaves import Leaves
 
-METADATA = "metadata.pkl"
 VERSION = "2.0"
 MAX_METADATA_BYTES = 1 << 30
 Keys: TypeAlias = tuple[str | int, ...]
-ITEM_FILE = re.compile(
-    r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
-)
-UNFINISHED_PREFIX = "tmp_"
 MAX_RAW_BYTES = 16 << 20
 
 
@@ -133,83 +126,28 @@ class _DirectoryFiles:
     skipped_raw_files: list[str] = field(default_factory=list)
 
 
-class TorchCheckpointingFormat(Format):
-    """A directory with one file per top-level item and rank."""
-
-    name = "torch-checkpointing"
-    title = "torch_checkpointing: one file per item and rank"
-    recognized = (
-        "`metadata.pkl` next to files such as `model_0.pt`; a folder of only such files, without "
-        "`.metadata`"
+def read_catalog(path: TreePath, options: ReadOptions) -> Catalog:
+    """Read the catalog of the directory *path*."""
+    faults = FaultCollector(path, options.partial)
+    with source_files(path) as files:
+        merger = RankMerger(files, faults, list_replicas=options.replicas)
+        directory = _find_item_files(files, merger)
+        leaves = _merge_items(files, directory, merger)
+        names = {name for ranks in directory.items.values() for name in ranks.values()}
+        sizes = faults.read_sizes(files, sorted(names))
+    return Catalog(
+        root=path,
+        path=path,
+        format=NAME,
+        files=sizes,
+        tensors=leaves.tensors,
+        blobs=leaves.blobs,
+        others=scan_sidecar_files(path, {*names, *directory.skipped_raw_files, METADATA}).others,
+        notes=(*leaves.notes, *_list_notes(directory, merger)),
+        replicas=merger.replicas,
+        findings=tuple(faults.findings),
+        lost=faults.lost,
     )
-    marks = ITEM_FILE
-    wholeness = (
-        "`metadata.pkl` lists the tensors and ranks of items that can be resharded; every item "
-        "has the files of all ranks that `metadata.pkl` or a DTensor's mesh records; items "
-        "without tensors may exist only on rank 0 (truncated `.bin` files are not detected, nor "
-        "are non-reshardable items missing on all ranks); shards tile their tensors, and "
-        "replicas have equal checksums"
-    )
-    tested = "torch_checkpointing 0.1.1 (1-4 ranks)"
-    proof = (
-        "reading: checkpoints of torch_checkpointing 0.1.1 on 1 and 2 ranks equal the live state,"
-        " with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py); "
-        "reading: checkpoints saved on 2 to 4 ranks equal the live state "
-        "(tests/oracle/trainers/test_frameworks.py)"
-    )
-
-    def sniff(self, listing: Listing) -> str | None:
-        """See :meth:`Format.sniff`."""
-        if listing.has_file(".metadata"):
-            return None
-        names = listing.files
-        item_files = [
-            name for name in names if (match := ITEM_FILE.fullmatch(name)) and _is_item_file(match)
-        ]
-        if METADATA in names:
-            return quote_names([METADATA, *sorted(item_files)[:1]]) if item_files else None
-        visible = [name for name in names if not name.startswith(".")]
-        if len(item_files) < len(visible) or not any(name.endswith("_0.pt") for name in item_files):
-            return None
-        return quote_names(sorted(item_files), 2)
-
-    def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
-        """See :meth:`Format.read`."""
-        require_folder(path)
-        if path.name.startswith(UNFINISHED_PREFIX):
-            raise DamagedError(
-                "the save did not finish",
-                where=str(path),
-                why=f"its directory still has the prefix `{UNFINISHED_PREFIX}`",
-            )
-        from ckptctl.formats.shared.rank_merge import RankMerger
-
-        faults = FaultCollector(path, options.partial)
-        with source_files(path) as files:
-            merger = RankMerger(files, faults, list_replicas=options.replicas)
-            directory = _find_item_files(files, merger)
-            leaves = _merge_items(files, directory, merger)
-            names = {name for ranks in directory.items.values() for name in ranks.values()}
-            sizes = faults.read_sizes(files, sorted(names))
-        return Catalog(
-            root=path,
-            path=path,
-            format=self.name,
-            files=sizes,
-            tensors=leaves.tensors,
-            blobs=leaves.blobs,
-            others=scan_sidecar_files(
-                path, {*names, *directory.skipped_raw_files, METADATA}
-            ).others,
-            notes=(*leaves.notes, *_list_notes(directory, merger)),
-            replicas=merger.replicas,
-            findings=tuple(faults.findings),
-            lost=faults.lost,
-        )
-
-
-def _is_item_file(match: re.Match[str]) -> bool:
-    return rank_files.parse_rank_file_name(match.string) is None
 
 
 def _find_item_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
@@ -221,7 +159,7 @@ def _find_item_files(files: SourceFiles, merger: RankMerger) -> _DirectoryFiles:
     directory = _DirectoryFiles(metadata or Metadata())
     for path in sorted(files.root.iterdir()):
         match = ITEM_FILE.fullmatch(path.name)
-        if not match or not is_present(path) or not _is_item_file(match):
+        if not match or not is_present(path) or not is_item_file(match):
             continue
         name, rank = match["item"], int(match["rank"])
         if match["kind"] == "bin" and path.stat().st_size > MAX_RAW_BYTES:
@@ -437,6 +375,3 @@ def _parse_item(item: _Item, world: int, where: str) -> ItemMetadata:
         if layout is not None
     }
     return ItemMetadata(tensors, frozenset(ranks), files)
-
-
-FORMAT = TorchCheckpointingFormat()
