@@ -17,13 +17,15 @@ PYTHON = sys.executable
 TOOL = (PYTHON, "-m", "ckptctl")
 T = TypeVar("T")
 _IMPORTS = """
-import sys
+import gc, sys
 from importlib import import_module
+gc.disable()  # like ckptctl while it imports torch
 for name in sys.argv[1].split(','):
     try:
         import_module(name)
     except ImportError:
         pass  # made by another one
+gc.freeze()  # like ckptctl before it exits
 """
 _MODULES = """
 import sys
