@@ -64,7 +64,7 @@ class CkptGroup(RawTextMixin, TyperGroup):
             if args[1:2] and args[1] in HELP and self._list_second_words(ctx, args[0]):
                 self._print_group_help(ctx, args[0])
                 raise typer.Exit
-            from ckptctl.cli.usage import unknown_command_error
+            from ckptctl.cli.views.usage_errors import unknown_command_error
 
             raise unknown_command_error(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
@@ -125,7 +125,7 @@ def _report_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
         if ctx.resilient_parsing or type(error).__name__ == "NoArgsIsHelpError":
             raise
         if hasattr(error, "format_message"):
-            from ckptctl.cli.usage import to_usage_error
+            from ckptctl.cli.views.usage_errors import to_usage_error
 
             error = to_usage_error(error, ctx, args)
         ckpt_error, debug = _to_ckpt_error(error), bool(ctx.params.get("debug"))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptctl.cli.app import app, build_program
-from ckptctl.cli.usage import COMMAND_SYNONYMS, OPTION_SYNONYMS, OUTPUT_OPTIONS
+from ckptctl.cli.views.usage_errors import COMMAND_SYNONYMS, OPTION_SYNONYMS, OUTPUT_OPTIONS
 from ckptctl.options import Panel
 from tests.checkpoints import save_meta, tiny_llama
 from tests.runs import save_step
