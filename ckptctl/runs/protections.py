@@ -39,7 +39,7 @@ from ckptctl.runs.notes import (
     read_trainer_state,
 )
 from ckptctl.storage.paths import resolve_links
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER
+from ckptctl.storage.trash import TRASH_FOLDER
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 

@@ -55,7 +55,8 @@ from ckptctl.runs.run_store import open_run_store
 from ckptctl.runs.thinning import ThinningPlan, plan_thinning, run_thinning
 from ckptctl.storage.file_system import list_mounts_in
 from ckptctl.storage.paths import build_path_hint, parse_path, require_local, resolve_links
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER, TwoPhaseDelete
+from ckptctl.storage.trash import TRASH_FOLDER
+from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339, pluralize
 

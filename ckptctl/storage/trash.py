@@ -16,6 +16,8 @@ from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, wrap_os_errors
 
+TRASH_FOLDER = ".ckptctl-trash"
+"""Name of the folder to which entries are moved before their recursive deletion."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -20,8 +20,8 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, wrap_os_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.file_system import list_mounts_in, sync_directory
+from ckptctl.storage.trash import TRASH_FOLDER
 
-TRASH_FOLDER = ".ckptctl-trash"
 LOCK_PURPOSE = "removing checkpoints here"
 
 

@@ -14,7 +14,8 @@ from ckptctl.errors import RefusedError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage import trash
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER, lock_for_deletion
+from ckptctl.storage.trash import TRASH_FOLDER
+from ckptctl.storage.two_phase_delete import lock_for_deletion
 from tests import ext4
 from tests.runs import START, age, save_step
 

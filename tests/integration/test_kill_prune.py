@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.health import check_health
 from ckptctl.runs.removal import plan_prune, run_prune
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER
+from ckptctl.storage.trash import TRASH_FOLDER
 from ckptctl.verbs.verification.verify import verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.integration.test_kill import MEMORY, Bomb, forked

@@ -10,7 +10,8 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, trash, two_phase_delete
-from ckptctl.storage.two_phase_delete import TRASH_FOLDER, list_trash_leftovers, lock_for_deletion
+from ckptctl.storage.trash import TRASH_FOLDER
+from ckptctl.storage.two_phase_delete import list_trash_leftovers, lock_for_deletion
 
 
 @pytest.fixture
