@@ -74,12 +74,12 @@ def test_help_and_version_import_no_heavy_modules() -> None:
         3,
         [
             (65, "--help"),
-            (34, "inspect --help"),
+            (33, "inspect --help"),
             (141, "inspect HF --json"),
             (165, "ls RUN --json"),
-            (166, "latest RUN"),
-            (147, "verify HF --level fast"),
-            (147, "verify HF"),
+            (165, "latest RUN"),
+            (143, "verify HF --level fast"),
+            (143, "verify HF"),
         ],
     ),
 )
