@@ -58,7 +58,8 @@ def spelled(config: Any) -> dict[str, Any]:
 
 def _ernie(found: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of ERNIE 4.5 VL, with one level for all but the tower."""
-    text, vision = found.pop("text_config"), found["vision_config"]
+    text: dict[str, Any] = found.pop("text_config")
+    vision = found["vision_config"]
     sparse = [i for i, kind in enumerate(text["mlp_layer_types"]) if kind == "sparse"]
     vision["embed_dim"] = vision["hidden_size"]
     vision["mlp_ratio"] = vision["intermediate_size"] / vision["hidden_size"]
