@@ -32,6 +32,7 @@ WHERE = signal.SIGQUIT
 """Asks a process where it is. A dump by the clock reads frames while they change, and may crash."""
 
 REPOSITORY = Path(__file__).parent.parent
+TORCH_PARTS = ("distributed.checkpoint", "distributed.tensor", "_dynamo")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
@@ -129,8 +130,9 @@ def _serve(*libraries: str) -> None:
     import torch
 
     # Before the fork, so that all ranks share what takes seconds; DTensor imports _dynamo late.
-    for needed in ("distributed.checkpoint", "distributed.tensor", "_dynamo"):
-        importlib.import_module(f"torch.{needed}")
+    # The module of each function imports pytest.
+    for needed in (*(f"torch.{part}" for part in TORCH_PARTS), "pytest", "tests.checkpoints"):
+        importlib.import_module(needed)
     import ckptctl
 
     for name in ckptctl.__all__:
