@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,14 +67,14 @@ def _all() -> Iterator[Found]:
             source = path.read_text("utf-8")
             if not (CALL.search(source) or SEARCH.search(source)):
                 continue
-            tree = ast.parse(source)
-            searched |= {*_searched(tree)}
+            nodes = [*ast.walk(ast.parse(source))]
+            searched |= {*_searched(nodes)}
             if CALL.search(source):
                 name = ".".join([package.__name__, *path.relative_to(root).with_suffix("").parts])
-                sources[name.removesuffix(".__init__")] = (path, tree)
-    for name, (path, tree) in sources.items():
+                sources[name.removesuffix(".__init__")] = (path, nodes)
+    for name, (path, nodes) in sources.items():
         place = f"{path.parent.name}/{path.name}"
-        for node, owner in _calls(tree):
+        for node, owner in _calls(nodes):
             if not node.args:
                 continue
             function = node.func.attr  # type: ignore[attr-defined]
@@ -88,9 +89,9 @@ def _all() -> Iterator[Found]:
             yield Found(f"{place}:{node.lineno}", text, flags, searches)
 
 
-def _searched(tree: ast.AST) -> Iterator[str]:
+def _searched(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names of what is looked for anywhere: ``NAME.search``, ``re.search(NAME, ...)``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in SEARCHES:
             yield from _names(node.value)
         if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute):
@@ -106,33 +107,39 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield f"@{node.lineno}:{node.col_offset}"
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, tuple[str, ...]]]:
+def _calls(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.Call, tuple[str, ...]]]:
     """Yield the calls of functions of :mod:`re`, and what their results are called."""
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "re"
+        and node.func.attr in FUNCTIONS
+    ]
+    lines = sorted(call.lineno for call in calls)
     named: dict[int, tuple[str, ...]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.keyword):
-            targets = node.targets if isinstance(node, ast.Assign) else [node]
-            names = [
-                name
-                for target in targets
-                for part in ast.walk(
-                    target if isinstance(node, ast.Assign) else getattr(node, "target", ast.Pass())
-                )
-                for name in _names(part)
-            ]
-            if isinstance(node, ast.keyword) and node.arg:
-                names.append(node.arg)
-            for inner in ast.walk(node.value) if node.value else ():
-                named[id(inner)] = (*named.get(id(inner), ()), *names)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "re"
-            and node.func.attr in FUNCTIONS
-        ):
-            yield node, (*named.get(id(node), ()), f"@{node.lineno}:{node.col_offset}")
+    for node in nodes:
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.keyword):
+            continue
+        if bisect_left(lines, node.lineno) == bisect_right(lines, node.end_lineno or node.lineno):
+            continue  # it contains no call
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        names = [
+            name
+            for target in targets
+            for part in ast.walk(
+                target if isinstance(node, ast.Assign) else getattr(node, "target", ast.Pass())
+            )
+            for name in _names(part)
+        ]
+        if isinstance(node, ast.keyword) and node.arg:
+            names.append(node.arg)
+        for inner in ast.walk(node.value) if node.value else ():
+            named[id(inner)] = (*named.get(id(inner), ()), *names)
+    for call in calls:
+        yield call, (*named.get(id(call), ()), f"@{call.lineno}:{call.col_offset}")
 
 
 def _text(node: ast.expr, module: str) -> object:

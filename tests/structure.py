@@ -113,6 +113,18 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 @cache
+def parse_module(path: Path) -> ast.Module:
+    """Parse a module once: several tests look through all of them."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module."""
+    return tuple(ast.walk(parse_module(path)))
+
+
+@cache
 def trees() -> Mapping[str, ast.Module]:
     """Parse every module of the program.
 
@@ -120,7 +132,7 @@ def trees() -> Mapping[str, ast.Module]:
     time.
     """
     gc.disable()
-    found = {name: ast.parse(path.read_text()) for name, path in modules(REPOSITORY).items()}
+    found = {name: parse_module(path) for name, path in modules(REPOSITORY).items()}
     gc.freeze()
     gc.enable()
     return found

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from tests.structure import nodes_of
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "contributing" / "glossary.md"
@@ -128,9 +130,8 @@ def modules() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
-def messages(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every string in *source* that may be shown: of several words."""
-    nodes = [*ast.walk(ast.parse(source))]
+def messages(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string of a module that may be shown: of several words."""
     docstrings = {
         id(node.body[0].value)
         for node in nodes
@@ -157,10 +158,11 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 
 def violations(path: Path) -> Iterator[str]:
     """Yield every word of *path* that is not to be used, with its place and what to use."""
-    name, content = path.relative_to(ROOT), path.read_text()
+    name = path.relative_to(ROOT)
     if path.suffix == ".py":
-        texts = dict.fromkeys(messages(content))
+        texts = dict.fromkeys(messages(nodes_of(path)))
     else:
+        content = path.read_text()
         content = content.partition(SECTION)[0] if path == GLOSSARY else content
         texts = dict.fromkeys([(1, prose(content))])
     for line, text in texts:

@@ -20,6 +20,7 @@ from ckptctl.keywords import show_options_as_keywords
 from ckptctl.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
+from tests.structure import nodes_of
 
 LIBRARY = Path(ckptctl.__file__).parent
 SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
@@ -34,13 +35,13 @@ APART = ("format_option", "JsonField", "Format", "Option")
 """Calls that name options, and those whose texts describe: no function raises or notes them."""
 
 
-def files() -> Iterator[tuple[str, list[ast.AST]]]:
+def files() -> Iterator[tuple[str, tuple[ast.AST, ...]]]:
     """Yield what each module of the library that names an option consists of."""
     for file in sorted(LIBRARY.rglob("*.py")):
         place = file.relative_to(LIBRARY)
         source = file.read_text()
         if SPELLED.search(source) and not OF_COMMANDS & {place.parts[0], place.name}:
-            yield str(place), [*ast.walk(ast.parse(source))]
+            yield str(place), nodes_of(file)
 
 
 def text_of(node: ast.AST) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tests.structure import nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "ckptctl"
 PLURAL = re.compile(r"^ (?:(?!of )[a-z0-9]+ )?([a-z]{2,}s)\b")
@@ -37,9 +39,9 @@ def is_count(value: ast.FormattedValue) -> bool:
     return not constant and ("," in spec or text.startswith(("len(", "sum(")))
 
 
-def own_plurals(file: str, source: str) -> Iterator[str]:
-    """Yield the f-strings in *source* with a number and a plural behind it."""
-    for node in ast.walk(ast.parse(source)):
+def own_plurals(file: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the f-strings among *nodes* with a number and a plural behind it."""
+    for node in nodes:
         if not isinstance(node, ast.JoinedStr):
             continue
         for value, text in zip(node.values, node.values[1:], strict=False):
@@ -55,13 +57,13 @@ def test_messages_count_with_units_counted() -> None:
     found = [
         line
         for path in sorted(PACKAGE.rglob("*.py"))
-        for line in own_plurals(str(path.relative_to(PACKAGE.parent)), path.read_text())
+        for line in own_plurals(str(path.relative_to(PACKAGE.parent)), nodes_of(path))
     ]
     assert not found, "say it with `units.pluralize`:\n" + "\n".join(found)
 
 
 def test_hand_written_plural_is_detected() -> None:
-    assert [*own_plurals("x", 'f"lacks {number:,} tensors"')]
-    assert [*own_plurals("x", 'f"{len(names)} other files are missing"')]
-    assert not [*own_plurals("x", 'f"{LIMIT:,} tensors"')]
-    assert not [*own_plurals("x", "f\"{pluralize(number, 'tensor')} here\"")]
+    assert [*own_plurals("x", ast.walk(ast.parse('f"lacks {number:,} tensors"')))]
+    assert [*own_plurals("x", ast.walk(ast.parse('f"{len(names)} other files are missing"')))]
+    assert not [*own_plurals("x", ast.walk(ast.parse('f"{LIMIT:,} tensors"')))]
+    assert not [*own_plurals("x", ast.walk(ast.parse("f\"{pluralize(number, 'tensor')} here\"")))]
