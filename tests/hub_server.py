@@ -104,6 +104,8 @@ class Hub:
     """How many requests for large files there have to be at a time before the first is answered."""
     patience: float = 10.0
     """Seconds that a request waits for the others."""
+    alone: int = 0
+    """How many further requests for large files wait for no others, as they come one by one."""
     busy: int = 0
     most: int = 0
     """How many requests for large files there were at a time, at most."""
@@ -203,7 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
             hub.busy += counts
             hub.most = max(hub.most, hub.busy)
             hub.changed.notify_all()
-            if counts:
+            if counts and hub.alone:
+                hub.alone -= 1
+            elif counts:
                 hub.changed.wait_for(lambda: hub.most >= hub.gather, hub.patience)
         try:
             yield
