@@ -159,7 +159,7 @@ def damage(rank: int, world: int, folder: Path) -> None:
         equal(state, 30, world)
 
 
-def flip(rank: int, world: int, folder: Path, copied: bool) -> None:
+def flip(rank: int, world: int, folder: Path, copied: bool, turns: range) -> None:
     """One flipped byte of a part: its copy is loaded, or the save before, on all ranks alike."""
     with manager(folder, rank, copy_every=1 if copied else 5) as saving:
         for step in (10, 20, 30):
@@ -170,9 +170,9 @@ def flip(rank: int, world: int, folder: Path, copied: bool) -> None:
     last = world - 1
     with logged() as lines:
         for name in (f"__{last}.metadata", f"__{last}_0.distcp"):
-            for turn in range(TURNS):
+            for turn in turns:
                 _flipped(rank, world, folder, name, turn, lines, copied=copied)
-        for turn in range(TURNS):
+        for turn in turns:
             name, values = f"__{last}_0.distcp", True
             _flipped(rank, world, folder, name, turn, lines, copied=copied, values=values)
 

@@ -18,6 +18,7 @@ from ckptctl.errors import CkptError, FormatError, UsageError
 from tests.checkpoints import load_any_reference
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.local_tier_ranks import (
+    TURNS,
     after_death,
     another_run,
     back,
@@ -39,6 +40,7 @@ from tests.integration.local_tier_ranks import (
     write_run,
 )
 from tests.integration.test_torchrun import launch
+from tests.sweeps import one_in
 
 
 def one_rank(tmp_path: Path, **options: Any) -> CheckpointManager:
@@ -164,9 +166,12 @@ def test_damaged_local_part_is_skipped_on_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(damage, (2,), tmp_path)
 
 
+@pytest.mark.parametrize("first", one_in(4, range(4)))
 @pytest.mark.parametrize("copied", [True, False])
-def test_flipped_byte_falls_back_to_copy_or_earlier_save(tmp_path: Path, copied: bool) -> None:
-    run_on_ranks(flip, (2,), tmp_path, copied)
+def test_flipped_byte_falls_back_to_copy_or_earlier_save(
+    tmp_path: Path, copied: bool, first: int
+) -> None:
+    run_on_ranks(flip, (2,), tmp_path, copied, range(first, TURNS, 4))
 
 
 @pytest.mark.slow
