@@ -58,6 +58,7 @@ from ckptctl.storage import zstd
 from ckptctl.storage.files import source_files
 from ckptctl.verbs.deltas import delta_files
 from ckptctl.verbs.deltas.chain import OpenedDelta
+from ckptctl.verbs.deltas.delta_options import DeltaOptions
 from ckptctl.verbs.deltas.live import Check
 from ckptctl.verbs.deltas.make import DeltaMaker
 from tests.checkpoints import differences, dtype_matrix, save_dcp, save_hf, save_torch, tiny_llama
@@ -765,6 +766,17 @@ def test_checkpoint_that_changes_while_it_is_compared_is_an_error(
     monkeypatch.setattr(DeltaMaker, "_add_payloads", add_and_rewrite)
     with pytest.raises(ChangedError, match=r"model\.safetensors"):
         delta.make(base, new, tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+
+
+def test_configuration_that_changes_before_it_is_stored_is_an_error(
+    base: Path, tmp_path: Path
+) -> None:
+    new = save(tmp_path / "new", trained(read(base), 1))
+    maker = DeltaMaker(base, new, tmp_path / "delta", DeltaOptions())
+    rewrite(new / "config.json")
+    with pytest.raises(ChangedError, match=r"config\.json"):
+        maker.run(lambda _: None)
     assert not (tmp_path / "delta").exists()
 
 

@@ -51,7 +51,8 @@ class CanonicalCheckpoint:
         catalog: Catalog of the tensors, by canonical name. They may be computed when read.
         dtypes: Dtype of each tensor, by canonical name, to which its elements are to be cast.
         draft: Draft of the conversion to the canonical layout.
-        identities: Identity of each file with tensors, by relative path, by root.
+        identities: Identity of each file with tensors and of each sidecar file, by relative path,
+            by root.
     """
 
     catalog: Catalog
@@ -145,13 +146,17 @@ def open_canonical(path: TreePath, options: ConversionOptions) -> CanonicalCheck
         catalog,
         {tensor.name: tensor.dtype for tensor in draft.tensors},
         draft,
-        _identify_files(catalog),
+        _identify_files(catalog, draft.assets.roots),
     )
 
 
-def _identify_files(catalog: Catalog) -> dict[TreePath, dict[str, FileIdentity]]:
-    """Read the identity of each file that the tensors of *catalog* are read from."""
+def _identify_files(
+    catalog: Catalog, sidecar_roots: Mapping[str, TreePath]
+) -> dict[TreePath, dict[str, FileIdentity]]:
+    """Read the identity of each file with tensors of *catalog*, and of each sidecar file."""
     names_by_root: dict[TreePath, set[str]] = {}
+    for name, root in sidecar_roots.items():
+        names_by_root.setdefault(root, set()).add(name)
     for entry in catalog.tensors.values():
         names_by_root.setdefault(catalog.root, set()).update(get_extent_files(entry.extents))
     for root, name in list_input_files(catalog.computed):
