@@ -1178,6 +1178,19 @@ def test_apply_to_changes_tensors_that_share_memory_once(tmp_path: Path) -> None
         require_equal({"a": tied}, {"a": old})
 
 
+def test_apply_to_checks_all_tensors_but_missing_tied_ones(tmp_path: Path) -> None:
+    old = (torch.randn(300, 70) * 0.02).bfloat16()
+    new = trained({"a": old}, 1)["a"]
+    for name, tensor in (("old", old), ("new", new)):
+        save_torch(tmp_path / f"{name}.pt", {"a": tensor, "b": tensor})
+    delta.make(tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "delta")
+    live = {"a": old.clone()}
+    delta.apply_to(live, tmp_path / "delta", check="all")
+    require_equal(live, {"a": new})
+    with pytest.raises(MappingError, match="missing"):
+        delta.apply_to({}, tmp_path / "delta", check="all")
+
+
 def test_apply_to_refuses_distributed_and_meta_tensors(
     chain: tuple[Path, list[Path], list[State]],
 ) -> None:

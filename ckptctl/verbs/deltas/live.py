@@ -121,8 +121,12 @@ def _require_result(
 
 
 def _require_all(chain: Chain, live: Mapping[str, LiveTensor]) -> None:
-    """Raise unless all tensors of the base are in memory."""
-    missing = [name for name in chain.base if name not in live]
+    """Raise unless all tensors of the base are in memory. A tied one may be missing."""
+    missing = [
+        name
+        for name, record in chain.base.items()
+        if name not in live and (record.alias_of or name) not in live
+    ]
     if missing:
         raise MappingError(
             f"{pluralize(len(missing), 'tensor')} of the base "
