@@ -171,5 +171,13 @@ def apply_to(
         raise UsageError("`layout` cannot be combined with `names` or `fused`")
     if config is not None and layout is None:
         raise UsageError("`config` requires `layout`")
+    if config is not None and not isinstance(config, Mapping):
+        raise UsageError(
+            "`config` is not a mapping",
+            why=f"it is of type `{type(config).__name__}`",
+            hint="pass the content of config.json, such as `model.config.to_dict()`",
+        )
+    if any(isinstance(parts, str) for parts in (fused or {}).values()):
+        raise UsageError("a value of `fused` is a string", hint="pass a list of names of modules")
     stated = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)
     return apply_to_tensors(tensors, check_locations(deltas), stated, check=check)

@@ -1191,6 +1191,13 @@ def test_apply_to_checks_all_tensors_but_missing_tied_ones(tmp_path: Path) -> No
         delta.apply_to({}, tmp_path / "delta", check="all")
 
 
+def test_apply_to_refuses_a_config_or_fused_modules_of_another_type(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a mapping"):
+        delta.apply_to({}, tmp_path, layout="mcore", config="config.json")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`fused` is a string"):
+        delta.apply_to({}, tmp_path, fused={"qkv_proj": "q_proj"})
+
+
 def test_apply_to_refuses_distributed_and_meta_tensors(
     chain: tuple[Path, list[Path], list[State]],
 ) -> None:
