@@ -20,6 +20,8 @@ from ckptctl.runs.protections import POINTERS
 from ckptctl.runs.tasks import Task, divide_evenly, find_task
 from ckptctl.tree import TreePath
 
+LOG_NAME = "ckptctl.run.jsonl"
+"""File to which tasks append a line per checkpoint, in the folder of their outputs."""
 OtherEntries: TypeAlias = Mapping[str, Annotated[str, JsonField("reason why it is not processed")]]
 
 
@@ -112,7 +114,7 @@ def _explain_other_entries(run: RunFolder) -> dict[str, str]:
     """Return the entries of the folder that are not processed, with reasons."""
     reasons = {}
     for name in run.others:
-        if name not in POINTERS:
+        if name not in POINTERS and name != LOG_NAME:
             reasons[name] = explain_other_entry(run.root / name)
     return reasons
 

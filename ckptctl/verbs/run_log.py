@@ -13,12 +13,10 @@ from pathlib import Path
 
 from ckptctl.errors import StorageError
 from ckptctl.results import round_seconds
+from ckptctl.runs.selection import LOG_NAME
 from ckptctl.tree import TreePath
 from ckptctl.units import format_rfc3339
 from ckptctl.verbs.run_conversion_result import ConvertedCheckpoint, PlannedCheckpoint
-
-LOG_NAME = "ckptctl.run.jsonl"
-"""File in the folder of the destinations, if that is local."""
 
 
 def append_to_log(folder: Path, task: str | None, outcome: ConvertedCheckpoint) -> str | None:

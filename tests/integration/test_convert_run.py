@@ -724,6 +724,8 @@ def test_other_entries_of_the_folder_are_listed_as_skipped(tmp_path: Path) -> No
     assert result.others == expected and set(statuses(result).values()) == {"converted"}
     assert ckptctl.verify_run(run).others == expected
     assert not ckptctl.verify_run(run, steps="100").others
+    assert (tmp_path / "out" / "ckptctl.run.jsonl").exists()
+    assert not ckptctl.verify_run(tmp_path / "out").others
     words = ["convert", run, tmp_path / "out", "--to", "dcp", "--each"]
     for more in (["--dry-run"], []):
         found = run_program([*words, *more])
