@@ -1315,6 +1315,8 @@ def test_weight_version_is_what_sglang_pulls(tmp_path: Path, base: Path) -> None
     delta.make(base, tmp_path / "new", tmp_path / "direct")
     same = [(tmp_path / name / "ckptctl.delta.json").read_text() for name in ("delta", "direct")]
     assert same[0] == same[1]
+    torch.save({"state": {}}, base / "optimizer.pt")
+    assert delta.make(base, out, tmp_path / "again").left_out == {}
     with pytest.raises(RefusedError, match="does not match the base"):
         delta.make(tmp_path / "new", out, tmp_path / "wrong")
     with pytest.raises(MappingError, match="requires the same tensors"):

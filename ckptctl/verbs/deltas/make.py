@@ -176,7 +176,7 @@ class DeltaMaker:
             checkpoint.require_nothing_lost()
         codec = BlockCodec.load(self._options.compression or choose_codec())
         version = self._options.weight_version
-        left_out = self._new.left_out
+        left_out = {} if self._published else self._new.left_out  # opened as the base
         with ExitStack() as stack:
             stage = stack.enter_context(
                 stage_delta(self.target, self._list_read_files(), overwrite=self._options.overwrite)
