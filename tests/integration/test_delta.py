@@ -468,6 +468,8 @@ def test_chain_is_checked_before_a_byte_is_written(
     step = deltas[3].parent / "step-3"
     with pytest.raises(RefusedError, match="the deltas are already applied"):
         delta.apply(step, deltas[:4], tmp_path / "out")
+    with pytest.raises(RefusedError, match="the first delta is already applied"):
+        delta.apply(deltas[0].parent / "step-0", deltas[:2], tmp_path / "out")
     with pytest.raises(RefusedError, match="the first 4 deltas are already applied") as partly:
         delta.apply(step, deltas[:6], tmp_path / "out")
     assert "3.delta" in str(partly.value.hint)

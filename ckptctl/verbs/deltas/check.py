@@ -172,7 +172,9 @@ def _require_base(chain: Chain, base: CanonicalCheckpoint, digests: Mapping[str,
                 if len(chain.deltas) == 1
                 else "the deltas are already applied"
                 if is_last
-                else f"the first {pluralize(number + 1, 'delta')} are already applied",
+                else "the first delta is already applied"
+                if number == 0
+                else f"the first {number + 1:,} deltas are already applied",
                 where=str(path),
                 why=f"its tensors are the result of `{delta.root.name}` ({actual[:12]})",
                 hint="use this checkpoint as it is"
