@@ -1112,6 +1112,10 @@ def test_apply_to_changes_tensors_of_another_layout(
     live.pop(next(name for name in live if "1" in name and ("wq" in name or "qkv" in name)))
     with pytest.raises(CkptError):
         delta.apply_to(live, deltas[4], layout=layout, config=config)
+    wrong = {**config, "num_key_value_heads": config["num_attention_heads"]}
+    with pytest.raises(CkptError) as contradiction:
+        delta.apply_to(to_layout(states[3], config), deltas[4], layout=layout, config=wrong)
+    assert "as `config`" in str(contradiction.value.hint)
     for options in ({"layout": layout, "names": {"a": "b"}}, {"config": config}):
         with pytest.raises(UsageError, match=r"cannot be combined|requires"):
             delta.apply_to(live, deltas[4], **options)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, compute_row_major_strides
 from ckptctl.conversion.recognition.model import ModelRequest
-from ckptctl.errors import MappingError, format_option, quote_names
+from ckptctl.errors import CkptError, MappingError, format_option, quote_names
 from ckptctl.planner.strided import Part
 from ckptctl.save_load.loading.state_mapping import MappingRequest, map_state
 from ckptctl.save_load.saving.local_shards import TensorMeta
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
 
 CHECKPOINT_HINT = "apply it to a checkpoint, and load the result"
+CONFIG_HINT = "pass the content of the base's config.json as `config`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +211,16 @@ class _Finder:
             )
             for name, tensor in self._tensors.items()
         }
-        mapping = map_state(
-            self._build_catalog(),
-            state,
-            MappingRequest(
-                source=ModelRequest(model_type=manifest.model_type, layout=manifest.layout),
-                state=ModelRequest(layout=layout),
-            ),
+        request = MappingRequest(
+            source=ModelRequest(model_type=manifest.model_type, layout=manifest.layout),
+            state=ModelRequest(layout=layout),
         )
+        try:
+            mapping = map_state(self._build_catalog(), state, request)
+        except CkptError as error:
+            if error.hint and "`--" in error.hint:  # an option of conversions
+                error.hint = CONFIG_HINT
+            raise
         catalog = mapping.catalog
         pieces: dict[str, list[tuple[str, Tensor, Grid]]] = {}
         for name, composed in mapping.tensors.items():
