@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import FormatError, UnsupportedError
+
+NO_CHECKPOINT = (FormatError.exit_code, UnsupportedError.exit_code)
+"""Exit codes of ``ckptctl verify`` for a folder that is no checkpoint."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files_by_folder.setdefault(Path(name).parent, []).append(name)
     for folder, names in files_by_folder.items():
         code, text = _verify(str(folder), options)
-        if code == UnsupportedError.exit_code:
+        if code in NO_CHECKPOINT:
             results = [_verify(name, options) for name in names]
             code, text = max(code for code, _ in results), "".join(text for _, text in results)
         sys.stdout.write(text)

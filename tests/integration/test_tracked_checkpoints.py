@@ -49,6 +49,17 @@ def test_file_in_other_folder_is_verified_itself(
     assert "weights.safetensors" in capsys.readouterr().out
 
 
+def test_file_next_to_checkpoints_is_verified_itself(
+    tracked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify` of the folder fails with 3, because it is no checkpoint."""
+    shutil.copytree(tracked, tracked.parent / "second")
+    torch = pytest.importorskip("torch")
+    torch.save({"scale": torch.ones(2)}, tracked.parent / "scales.pt")
+    assert pre_commit.main([str(tracked.parent / "scales.pt")]) == 0
+    assert "scales.pt" in capsys.readouterr().out
+
+
 def test_hook_names_an_existing_program() -> None:
     text = Path(".pre-commit-hooks.yaml").read_text()
     (entry,) = (line for line in text.splitlines() if line.strip().startswith("entry:"))
