@@ -34,8 +34,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from ckptctl.dtypes import parse_dtype
 from ckptctl.errors import MappingError
 from ckptctl.fit.sharding import (
     LAYERS,
@@ -104,6 +104,10 @@ INDEXER_BLOCK, SCALE_BYTES = 128, 4
 STATE_FIELDS = ("mamba_d_state", "ssm_state_size")
 GROUP_FIELDS = ("mamba_n_groups", "n_groups")
 SSM_DTYPE = "mamba_ssm_dtype"
+SSM_DTYPE_FIELDS = (SSM_DTYPE, "mamba_ssm_cache_dtype")
+SSM_DTYPES = {"nemotron_h": "float32"}
+"""Dtypes of recurrent states by ``model_type``, if config.json states none, as in vLLM's
+``NemotronHForCausalLMConfig``."""
 
 
 class UnknownCacheError(MappingError):
@@ -621,10 +625,11 @@ def _describe_state_space(layer: _Layer, sizes: AxisSizes, text: Json) -> LayerC
 def get_state_dtype(state: State, model_dtype: str, text: Json) -> str:
     """Return the dtype of *state*.
 
-    As in vLLM, ``mamba_ssm_dtype`` in config.json applies to recurrent states, and the dtype of the
-    model to all others.
+    As in vLLM, ``mamba_ssm_dtype`` in config.json (``mamba_ssm_cache_dtype`` of Nemotron-H) applies
+    to recurrent states, and the dtype of the model to all others.
     """
     if state.dtype != SSM_DTYPE:
         return state.dtype or model_dtype
-    stated: Any = text.get(SSM_DTYPE)
-    return stated if isinstance(stated, str) else model_dtype
+    stated = (parse_dtype(str(text[name])) for name in SSM_DTYPE_FIELDS if name in text)
+    default = SSM_DTYPES.get(str(text.get("model_type")), model_dtype)
+    return next(filter(None, stated), default)

@@ -267,14 +267,26 @@ def describe_catalog(
             *(_format_finding(finding) for finding in findings if finding.severity == "warning"),
             *_iterate_model_notes(model, request.model_type),
         ),
-        fit=_compute_fit(stored, model, fit) if fit and fit.fit else None,
+        fit=_compute_fit(stored, model, fit, verdict) if fit and fit.fit else None,
     )
 
 
-def _compute_fit(stored: Catalog, model: Model, options: FitOptions) -> Fit:
+def _compute_fit(stored: Catalog, model: Model, options: FitOptions, verdict: Verdict) -> Fit:
+    """Compute the memory for inference. An incomplete model may be too large, but never fits."""
     from ckptctl.verbs.inspection.fit import compute_fit  # only for --fit
 
-    return compute_fit(stored, model, options)
+    fit = compute_fit(stored, model, options)
+    if verdict is Verdict.COMPLETE or fit.fits is False:
+        return fit
+    reason = "the checkpoint is not complete, so the sizes of missing weights are unknown"
+    return replace(
+        fit,
+        stages=tuple(replace(stage, weights=None) for stage in fit.stages),
+        requests=None,
+        max_context=None,
+        fits=None,
+        unknown=(*fit.unknown, reason),
+    )
 
 
 def _iterate_model_notes(model: Model, model_type: str | None) -> Iterable[str]:

@@ -18,7 +18,7 @@ import pytest
 import ckptctl
 from ckptctl import families
 from ckptctl.errors import UsageError
-from ckptctl.fit.cache import State
+from ckptctl.fit.cache import SSM_DTYPE, State, get_state_dtype
 from ckptctl.fit.sharding import find_split_axes
 from ckptctl.verbs.inspection.inspect_options import Gpus, check_tokens, parse_gpus
 from ckptctl.verbs.inspection.inspect_result import Fit
@@ -122,6 +122,17 @@ def test_llama_3_8b_has_published_sizes(llama: Path) -> None:
     free = 24 * GIB - fit.weights
     assert fit.max_context == free // (128 << 10)
     assert not fit.unknown
+
+
+def test_incomplete_model_is_never_said_to_fit(tmp_path: Path) -> None:
+    shapes = gqa(**LLAMA_8B)
+    for name in [name for name in shapes if "layers.31.mlp" in name]:
+        del shapes[name]
+    path = write_headers(tmp_path / "part", shapes, LLAMA_CONFIG)
+    fit = compute(path, "24GiB", context=8192)
+    assert (fit.fits, fit.requests, fit.max_context) == (None, None, None)
+    assert any("not complete" in reason for reason in fit.unknown)
+    assert compute(path, "8GiB", context=8192).fits is False
 
 
 def test_tensor_parallel_size_splits_all_but_norms(llama: Path) -> None:
@@ -413,7 +424,10 @@ CONV = (2 * 16 * 128 + 32 * 128) * 3 * 2
 RECURRENT = 32 * 128 * 128
 
 
-@pytest.mark.parametrize(("stated", "itemsize"), [({}, 2), ({"mamba_ssm_dtype": "float32"}, 4)])
+@pytest.mark.parametrize(
+    ("stated", "itemsize"),
+    [({}, 2), ({"mamba_ssm_dtype": "float32"}, 4), ({"mamba_ssm_dtype": "auto"}, 2)],
+)
 def test_states_of_qwen3_next_do_not_grow(
     tmp_path: Path, stated: dict[str, str], itemsize: int
 ) -> None:
@@ -426,6 +440,19 @@ def test_states_of_qwen3_next_do_not_grow(
         assert compute(path, "24GB", context=context).request_bytes == state + context * token
     fit = compute(path, "2x24GB", context=4096, kv_dtype="fp8")
     assert fit.stages[0].request_bytes == state // 2 + 4096 * token // 4
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"model_type": "nemotron_h"}, "float32"),
+        ({"model_type": "nemotron_h", "mamba_ssm_cache_dtype": "float16"}, "float16"),
+        ({"model_type": "jamba"}, "bfloat16"),
+    ],
+)
+def test_states_of_nemotron_h_are_float32_by_default(config: dict[str, str], dtype: str) -> None:
+    """vLLM's ``NemotronHForCausalLMConfig`` reads ``mamba_ssm_cache_dtype`` of config.json."""
+    assert get_state_dtype(State(1, dtype=SSM_DTYPE), "bfloat16", config) == dtype
 
 
 def test_expert_parallel_size_distributes_experts(tmp_path: Path) -> None:
