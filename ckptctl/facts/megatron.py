@@ -276,11 +276,15 @@ def megatron_to_config(
         )
     _require_expected_values(family, style, fields)
     config_values = {fact.config: value for fact, value in iterate_megatron_facts(style, fields)}
+    if style.has_optional_experts and not fields.get(EXPERT_COUNT_FIELD):
+        config_values = _get_expert_defaults(style) | config_values
+    nulls = {name for name, value in config_values.items() if value is None} - {"vocab_size"}
     sizes_by_name = _name_sizes(family, sizes)
     config_values |= {
         fact_name: size
         for fact_name, size in sizes_by_name.items()
-        if fact_name != "vocab_size" or config_values.get(fact_name) is None
+        if fact_name not in nulls
+        and (fact_name != "vocab_size" or config_values.get(fact_name) is None)
     }
     config_values |= {} if tied is None else {"tie_word_embeddings": tied}
     rope = read_megatron_rope(style, fields)
@@ -306,6 +310,15 @@ def megatron_to_config(
     if rope is not None and rope["rope_type"] != "default":
         config["rope_scaling"] = rope
     return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def _get_expert_defaults(style: MegatronStyle) -> dict[str, object]:
+    """Return the defaults of facts on experts, for models without experts."""
+    return {
+        fact.config: fact.default
+        for fact in style.facts
+        if fact.megatron == EXPERT_COUNT_FIELD or fact.megatron.startswith("moe_")
+    }
 
 
 def read_max_length(record: Json) -> dict[str, object]:

@@ -580,6 +580,16 @@ def test_size_that_config_sets_to_null_is_null_in_arguments() -> None:
     for told in (described | {"moe_latent_size": None}, {**described}):
         made = build_megatron_arguments(family, told, {"l": 64})
         assert made["moe_latent_size"] == (None if told["moe_latent_size"] is None else 64)
+        read = megatron_to_config(family, made, {"l": 64})
+        assert read["moe_latent_size"] == made["moe_latent_size"]
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_record_of_hybrid_model_without_experts_reads_back(kind: str) -> None:
+    types = ["linear_attention", "mlp", "full_attention", "mlp"]
+    told = config("nemotron_h") | {"layers_block_type": types, "num_nextn_predict_layers": 0}
+    read = megatron_to_config(families.family("nemotron_h"), record("nemotron_h", kind, told), {})
+    assert read["layers_block_type"] == types
 
 
 @pytest.mark.parametrize(
