@@ -99,7 +99,7 @@ MINISTRAL3_VISION = MegatronStyle(
     provider=f"{MODELS}ministral3.ministral3_provider.Ministral3ModelProvider",
     class_prefixes=("Ministral3",),
     config_prefix="text_config.",
-    outer_facts=("image_token_index",),
+    outer_facts=("tie_word_embeddings", "image_token_index"),
     # No field of Megatron-Core scales queries by position. Bridge's attention reads this.
     has_arguments=False,
     nested_configs={

@@ -495,6 +495,8 @@ def test_family_that_only_bridge_builds_has_no_arguments() -> None:
     model: Any = build_run_config(family, described)["model"]
     assert model["hf_config"]["text_config"] == described["text_config"]
     assert (model["yarn_rotary_scaling_factor"], model["image_token_id"]) == (40.0, 11)
+    tied: Any = build_run_config(family, described | {"tie_word_embeddings": True})["model"]
+    assert tied["share_embeddings_and_output_weights"]
 
 
 def windowed() -> list[str]:
