@@ -272,13 +272,13 @@ def describe_catalog(
 
 
 def _compute_fit(stored: Catalog, model: Model, options: FitOptions, verdict: Verdict) -> Fit:
-    """Compute the memory for inference. An incomplete model may be too large, but never fits."""
+    """Compute the memory for inference. A damaged model may be too large, but never fits."""
     from ckptctl.verbs.inspection.fit import compute_fit  # only for --fit
 
     fit = compute_fit(stored, model, options)
-    if verdict is Verdict.COMPLETE or fit.fits is False:
+    if verdict is not Verdict.DAMAGED or fit.fits is False:
         return fit
-    reason = "the checkpoint is not complete, so the sizes of missing weights are unknown"
+    reason = "the checkpoint is damaged, so the sizes of missing weights are unknown"
     return replace(
         fit,
         stages=tuple(replace(stage, weights=None) for stage in fit.stages),

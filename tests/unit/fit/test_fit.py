@@ -124,14 +124,14 @@ def test_llama_3_8b_has_published_sizes(llama: Path) -> None:
     assert not fit.unknown
 
 
-def test_incomplete_model_is_never_said_to_fit(tmp_path: Path) -> None:
+def test_damaged_model_is_never_said_to_fit(tmp_path: Path) -> None:
     shapes = gqa(**LLAMA_8B)
     for name in [name for name in shapes if "layers.31.mlp" in name]:
         del shapes[name]
     path = write_headers(tmp_path / "part", shapes, LLAMA_CONFIG)
     fit = compute(path, "24GiB", context=8192)
     assert (fit.fits, fit.requests, fit.max_context) == (None, None, None)
-    assert any("not complete" in reason for reason in fit.unknown)
+    assert any("damaged" in reason for reason in fit.unknown)
     assert compute(path, "8GiB", context=8192).fits is False
 
 
