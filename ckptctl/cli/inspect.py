@@ -136,9 +136,9 @@ def inspect(
             output.print_hint(f"run {suggested('verify', inspection.path)} for details")
     if inspection.read_failed:
         raise typer.Exit(StorageError.exit_code)
-    if inspection.fit and not inspection.fit.fits:
-        is_known = inspection.fit.fits is not None
-        raise typer.Exit(EXIT_NO_FIT if is_known else UnsupportedError.exit_code)
+    fits = inspection.fit.fits if inspection.fit else None  # without tensors, there is no result
+    if options.fit and not fits:
+        raise typer.Exit(UnsupportedError.exit_code if fits is None else EXIT_NO_FIT)
 
 
 def _print_tensors(

@@ -398,3 +398,5 @@ def test_exit_code_of_fit_states_whether_model_fits(run, tmp_path, form):
     (tmp_path / "m" / "config.json").unlink()
     assert run(*line, "1MB", "--context", "1k").exit_code == 9
     assert run("inspect", tmp_path / "m", *form).exit_code == 0
+    torch.save({"step": 1}, tmp_path / "empty.pt")
+    assert run("inspect", tmp_path / "empty.pt", *form, "--fit", "1MB").exit_code == 9
