@@ -126,7 +126,8 @@ def convert_run(
             "interrupted",
             where=str(dst),
             why=f"processed {len(done):,} of {pluralize(len(plan.checkpoints), 'checkpoint')}",
-            hint=f"resume with `{format_command_line('--resume', without='--restart')}`",
+            hint="resume with "
+            f"`{format_command_line('--resume', *_list_task_words(plan), without='--restart')}`",
         ) from None
     if output.mode == "json":
         output.print_document(name, result)
@@ -167,6 +168,12 @@ def _confirm_uploads(output: Printer, plan: RunConversionPlan, dst: TreePath, ye
         raise RefusedError("nothing was uploaded", where=str(dst))
 
 
+def _list_task_words(plan: RunConversionPlan) -> list[str]:
+    """List the option for the task, if the environment determines it instead of an option."""
+    task = plan.selection.task
+    return [f"--task={task}"] if task is not None and task.origin else []
+
+
 def _print_plan(output: Printer, name: str, plan: RunConversionPlan) -> None:
     """Print what a run would do, and raise if a checkpoint cannot be converted."""
     output.print_answer(
@@ -178,7 +185,7 @@ def _print_plan(output: Printer, name: str, plan: RunConversionPlan) -> None:
         human=lambda: _show_plan(output, plan),
     )
     plan.require_complete()
-    output.print_hint(f"run it with `{format_command_line()}`")
+    output.print_hint(f"run it with `{format_command_line(*_list_task_words(plan))}`")
 
 
 def _make_plan_row(output: Printer, item: PlannedCheckpoint) -> Row:

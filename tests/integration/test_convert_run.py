@@ -639,6 +639,9 @@ main()
 """The program, interrupted while it copies the second checkpoint, or slow if given seconds."""
 
 
+SLURM_TASK = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX")
+
+
 def test_interrupted_run_is_resumed_by_its_hint(tmp_path: Path) -> None:
     run, out = make_run(tmp_path / "run", (100, 200, 300)), tmp_path / "out"
     expected = convert_alone(run, tmp_path / "alone", to="dcp")
@@ -649,6 +652,7 @@ def test_interrupted_run_is_resumed_by_its_hint(tmp_path: Path) -> None:
         text=True,
         timeout=60,
         check=False,
+        env={**os.environ, **dict.fromkeys(SLURM_TASK, "0"), "SLURM_ARRAY_TASK_COUNT": "1"},
     )
     assert found.returncode == 130, found.stderr
     assert "error: interrupted" in found.stderr and "1 of 3 checkpoints" in found.stderr
@@ -662,7 +666,8 @@ def test_interrupted_run_is_resumed_by_its_hint(tmp_path: Path) -> None:
     ]
     written = identities(out / "step-100")
     hint = shlex.split(found.stderr.rpartition("hint: resume with `")[2].partition("`")[0])
-    assert hint[0] == "ckptctl" and hint[-1] == "--resume"
+    # The environment of the job determines the task, which a shell elsewhere has not.
+    assert hint[0] == "ckptctl" and hint[-2:] == ["--resume", "--task=1/1"]
     resumed = run_program([*hint[1:], "--json"])
     assert resumed.returncode == 0, resumed.stderr
     statuses = [item["status"] for item in json.loads(resumed.stdout)["checkpoints"]]
