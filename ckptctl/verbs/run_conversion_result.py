@@ -113,7 +113,7 @@ class RunConversionPlan(
 
     @property
     def others(self) -> Annotated[OtherEntries, JsonField()]:
-        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        """Other entries of the run, except hidden ones and pointers, unless `--steps` is given."""
         return self.selection.others
 
     @property
@@ -255,7 +255,7 @@ class RunConversionResult(
 
     @property
     def others(self) -> Annotated[OtherEntries, JsonField()]:
-        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        """Other entries of the run, except hidden ones and pointers, unless `--steps` is given."""
         return self.plan.others
 
     @property

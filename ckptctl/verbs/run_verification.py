@@ -89,7 +89,7 @@ class RunVerification(Result, order="root task total counts seconds checkpoints 
 
     @property
     def others(self) -> Annotated[OtherEntries, JsonField()]:
-        """Other entries of the run folder, except hidden ones, unless `--steps` is given."""
+        """Other entries of the run, except hidden ones and pointers, unless `--steps` is given."""
         return self.selection.others
 
     @property
