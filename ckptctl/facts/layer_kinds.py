@@ -6,9 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckptctl.facts.contradictions import Contradiction, Statement
-from ckptctl.planner.config_facts import Json, find_default_size, read_sizes
-from ckptctl.planner.families.declarations import choose_field_alias, get_nested, has_field
-from ckptctl.planner.families.demands import LayerKind, LayerSize
+from ckptctl.planner.config_facts import (
+    Json,
+    get_value_or_default,
+    read_layer_sizes,
+    read_sizes,
+)
+from ckptctl.planner.families.declarations import has_field
+from ckptctl.planner.families.demands import LayerKind
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
 
@@ -43,7 +48,7 @@ def find_kind_mismatches(
         if mismatched_layers:
             fact = next((f for f in layer_kind.facts if has_field(config, f)), layer_kind.facts[0])
             is_explicit = has_field(config, fact)
-            value = _get_value_or_default(config, fact)
+            value = get_value_or_default(config, fact)
             default_owner = "" if is_explicit else "transformers"
             config_statement = Statement(
                 fact, value, source, is_explicit, default_owner=default_owner
@@ -95,40 +100,6 @@ def find_size_mismatches(
                     )
 
 
-def read_layer_sizes(family: Family, config: Json, layer: int, total: int) -> dict[str, int]:
-    """Read the sizes of axes in one layer that config.json states per layer, by axis.
-
-    *total* is the number of layers.
-    """
-    by_axis = {
-        size.axis: _get_layer_size(size, config, layer, total) for size in family.layer_sizes
-    }
-    return {axis: size for axis, size in by_axis.items() if size is not None}
-
-
-def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
-    """Return the *size* of one layer, or None if the config does not state it.
-
-    *total* is the number of layers.
-    """
-    value = _get_value_or_default(config, size.fact)
-    kinds = get_nested(config, size.kinds[0]) if size.kinds else None
-    if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
-        override = get_nested(config, choose_field_alias(config, size.other))
-        value = value if override is None else override
-    listed = get_nested(config, size.listed) if size.listed else None
-    if isinstance(listed, list) and layer < len(listed):
-        value = listed[layer]
-    if size.by_layer:
-        layer_value = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
-        value = value if layer_value is None else layer_value
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    last_count = get_nested(config, size.last) if size.last else None
-    is_last = isinstance(last_count, int) and layer >= total - last_count
-    return 2 * value if is_last and get_nested(config, size.doubled) is True else value
-
-
 def find_wrong_list_lengths(
     config: Json, source: str, family: Family | None, prefix: str = ""
 ) -> Iterator[Contradiction]:
@@ -161,7 +132,7 @@ def find_wrong_list_lengths(
 def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
     """Return the numbers of all *layer_kind* layers, or None if the config does not state them."""
     values = {
-        name: _get_value_or_default(config, name)
+        name: get_value_or_default(config, name)
         for name in (*layer_kind.facts, layer_kind.but)
         if name
     }
@@ -200,11 +171,6 @@ def _find_layers_of_kind(layer_kind: LayerKind, config: Json, total: int) -> fro
         layers &= {layer - layer_kind.start for layer in numbers if isinstance(layer, int)}
     excluded = values.get(layer_kind.but)
     return frozenset(layers - {*excluded} if isinstance(excluded, list) else layers)
-
-
-def _get_value_or_default(config: Json, name: str) -> object:
-    """Return the value of *name* in config.json, or transformers' default if it is not set."""
-    return get_nested(config, name) if has_field(config, name) else find_default_size(config, name)
 
 
 def _find_example_key(family: Family, matched: MatchedKeys, variant: str, layer: int) -> str:

@@ -20,9 +20,8 @@ from fractions import Fraction
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.facts.layer_kinds import read_layer_sizes
 from ckptctl.planner.axes import AxisSizes
-from ckptctl.planner.config_facts import Json
+from ckptctl.planner.config_facts import Json, read_layer_sizes
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.layouts import Family, LayoutTensor
 from ckptctl.planner.model_parallel import PartSplit, compute_part_lengths

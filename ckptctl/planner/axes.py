@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.layouts import Family, LayoutTensor
+from ckptctl.planner.layouts import BLOCK_AXES, Family, LayoutTensor
 from ckptctl.units import pluralize
 
 Axes = tuple[str, ...]
@@ -253,8 +253,13 @@ def solve_axis_sizes(
     return solve_equations(family, equations, configured_sizes, axes_from_keys)
 
 
-def build_equations(family: Family, observations: Iterable[ObservedShape]) -> Equations:
+def build_equations(
+    family: Family, observations: Iterable[ObservedShape], *, are_from_one_layer: bool = False
+) -> Equations:
     """Build the equations that hold for the axis sizes of all *observations*.
+
+    Free axes have no equations unless all tensors are from one layer. Then only axes of blocks,
+    which also differ between its tensors, have none.
 
     Raises:
         MappingError: A tensor has a different number of dimensions than in its layout.
@@ -268,11 +273,12 @@ def build_equations(family: Family, observations: Iterable[ObservedShape]) -> Eq
                 where=f"tensor `{item.key}`",
                 why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )
+    free_axes = BLOCK_AXES if are_from_one_layer else family.free
     return {
         (terms, size): (item, dim)
         for item in items
         for dim, terms, size in item.iterate_equations(family)
-        if not family.free or not any(axis in family.free for term in terms for axis in term)
+        if not free_axes or not any(axis in free_axes for term in terms for axis in term)
     }
 
 

@@ -23,6 +23,7 @@ from ckptctl.planner.families.declarations import (
 )
 
 if TYPE_CHECKING:
+    from ckptctl.planner.families.demands import LayerSize, LayerWord
     from ckptctl.planner.layouts import Family
 
 Json: TypeAlias = Mapping[str, object]
@@ -311,8 +312,10 @@ def read_formula_sizes(family: Family, config: Json | None) -> dict[str, int]:
 def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
     """Read the numbers of inserted layers from each config.json field in :attr:`Shift.list_field`.
 
+    Also read the number of the word of each layer, by the name of the :class:`LayerWord`.
+
     Raises:
-        MappingError: A field is not a list of layer numbers.
+        MappingError: A field is not a list of layer numbers or of known layer types.
     """
     lists: dict[str, list[int]] = {}
     for name in {shift.list_field for shift in family.shifts} - {""}:
@@ -322,7 +325,62 @@ def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]
         if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
             raise MappingError(f"`{name}` is not a list of layers", why=f"it is {value!r}")
         lists[name] = sorted({int(n) for n in value})
+    for word in family.layer_words:
+        layer_types = get_nested(config or {}, word.fact)
+        if layer_types is not None:
+            lists[word.name] = _read_word_numbers(word, layer_types)
     return lists
+
+
+def _read_word_numbers(word: LayerWord, layer_types: object) -> list[int]:
+    number_by_kind = {kind: number for number, kinds in enumerate(word.kinds) for kind in kinds}
+    values = layer_types if isinstance(layer_types, list) else [layer_types]
+    unknown = [kind for kind in values if kind not in number_by_kind]
+    if unknown or values is not layer_types:
+        raise MappingError(
+            f"`{word.fact}` is not a list of known layer types",
+            why=f"known: {', '.join(number_by_kind)}; it contains {unknown[:1] or layer_types!r}",
+        )
+    return [number_by_kind[kind] for kind in values]
+
+
+def read_layer_sizes(family: Family, config: Json, layer: int, total: int) -> dict[str, int]:
+    """Read the sizes of axes in one layer that config.json states per layer, by axis.
+
+    *total* is the number of layers.
+    """
+    by_axis = {
+        size.axis: _get_layer_size(size, config, layer, total) for size in family.layer_sizes
+    }
+    return {axis: size for axis, size in by_axis.items() if size is not None}
+
+
+def _get_layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
+    """Return the *size* of one layer, or None if the config does not state it.
+
+    *total* is the number of layers.
+    """
+    value = get_value_or_default(config, size.fact)
+    kinds = get_nested(config, size.kinds[0]) if size.kinds else None
+    if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
+        override = get_nested(config, choose_field_alias(config, size.other))
+        value = value if override is None else override
+    listed = get_nested(config, size.listed) if size.listed else None
+    if isinstance(listed, list) and layer < len(listed):
+        value = listed[layer]
+    if size.by_layer:
+        layer_value = get_nested(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
+        value = value if layer_value is None else layer_value
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    last_count = get_nested(config, size.last) if size.last else None
+    is_last = isinstance(last_count, int) and layer >= total - last_count
+    return 2 * value if is_last and get_nested(config, size.doubled) is True else value
+
+
+def get_value_or_default(config: Json, name: str) -> object:
+    """Return the value of *name* in config.json, or transformers' default if it is not set."""
+    return get_nested(config, name) if has_field(config, name) else find_default_size(config, name)
 
 
 def normalize_rope(config: Json) -> dict[str, object]:

@@ -38,6 +38,7 @@ from ckptctl.planner.families.declarations import (
     Companion,
     Conditions,
     Drop,
+    Fill,
     MegatronStyle,
     ParamsStyle,
     Rule,
@@ -47,7 +48,14 @@ from ckptctl.planner.families.declarations import (
     add_companions,
     split_aliases,
 )
-from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
+from ckptctl.planner.families.demands import (
+    CHOSEN,
+    UNCHOSEN,
+    Demand,
+    LayerKind,
+    LayerSize,
+    LayerWord,
+)
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED, Fact, get_facts
 from ckptctl.planner.families.tables import Leaf, LogicalTensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
@@ -70,8 +78,10 @@ __all__ = [
     "Drop",
     "Fact",
     "Family",
+    "Fill",
     "LayerKind",
     "LayerSize",
+    "LayerWord",
     "Layout",
     "LayoutTensor",
     "Leaf",
@@ -205,6 +215,7 @@ class Family:
         architecture: Name of the model class in config.json.
         aliases: Other names that users may specify.
         drops: Rules to drop stored tensors that contain no information.
+        fills: Rules for tensors that layouts require in layers in which they are not used.
         ties: Pairs of logical tensors that a model may tie.
         tied: Whether :attr:`ties` apply by default.
         constants: Axis sizes that never vary.
@@ -220,6 +231,7 @@ class Family:
         demands: Optional tensors that a config requires.
         kinds: Rules that find the layers of each variant from a config.
         layer_sizes: Sizes of free axes that a config states per layer.
+        layer_words: Placeholders of keys for words that depend on the kind of the layer.
         listed_mtp_count: Field with the number of MTP layers that per-layer lists in config.json
             may include after all other layers. Empty if they never do.
         free: Axes whose size may differ between tensors. They are never grouped with other axes.
@@ -262,6 +274,7 @@ class Family:
     prefixes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     drops: tuple[Drop, ...] = ()
+    fills: tuple[Fill, ...] = ()
     ties: tuple[Tie, ...] = ()
     tied: bool = False
     constants: Mapping[str, int] = field(default_factory=dict)
@@ -274,6 +287,7 @@ class Family:
     demands: tuple[Demand, ...] = ()
     kinds: tuple[LayerKind, ...] = ()
     layer_sizes: tuple[LayerSize, ...] = ()
+    layer_words: tuple[LayerWord, ...] = ()
     listed_mtp_count: str = ""
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
@@ -309,7 +323,8 @@ class Family:
         """
         tensor_by_name: dict[str, LogicalTensor] = {}
         like = {**INHERITED_LAYOUTS, **self.like}
-        parsed = (*parse_tables(self.tables, like, self.prefixes), *self.rows)
+        words = frozenset(word.name for word in self.layer_words)
+        parsed = (*parse_tables(self.tables, like, self.prefixes, words), *self.rows)
         tensors = add_companions(parsed, self.companions) if self.companions else parsed
         for tensor in tensors:
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
@@ -377,6 +392,14 @@ class Family:
         """Axes whose entries are experts, also of a kind that a layout numbers after others."""
         second_kinds = (shift.index for shift in self.shifts if shift.into == EXPERT_AXIS)
         return frozenset((EXPERT_AXIS, *second_kinds))
+
+    def list_layer_words(self, layout: str) -> list[LayerWord]:
+        """List the declared words that depend on the kind of the layer in keys of *layout*."""
+        if not self.layer_words:
+            return []
+        templates = [stored.template for stored in self.get_layout(layout).stored]
+        used = {template.word_index for template in templates}
+        return [word for word in self.layer_words if word.name in used]
 
     def list_shifts(self, layout: str) -> list[Shift]:
         """List the declared shifts of *layout*, which describe how it numbers different layers."""

@@ -67,12 +67,14 @@ def tiny(
     sizes, table = tiny_sizes(family), family.get_layout(layout)
     tied = family.tied if tied is None else tied
     gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
+    needed = {fill.tensor for fill in family.fills if fill.layout == layout}
     layers = layers_of(family, sizes)
     numbering = compute_numbering(family, layout, sizes, tiny_lists(family, sizes))
     found: dict[str, tuple[int, ...]] = {}
     for stored in table.stored:
         tensor, leaf = stored.parts[0]
-        if tensor.name in gone or (tensor.optional and not optional):
+        is_needed = optional or not tensor.optional or tensor.name.partition(".")[0] in needed
+        if tensor.name in gone or not is_needed:
             continue
         parts = {other.part: other for _, other in stored.parts}.values()
         shapes = [
@@ -97,12 +99,17 @@ def tiny(
 
 
 def tiny_lists(family: Family, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Where config.json would say that layers are inserted: at the odd numbers."""
-    return {
+    """Where config.json would say that layers are inserted, at odd numbers, and their words."""
+    inserted = {
         shift.list_field: [2 * n + 1 for n in range(sizes[shift.index])]
         for shift in family.shifts
         if shift.list_field
     }
+    words = {
+        word.name: [n % len(word.kinds) for n in range(sizes[word.index])]
+        for word in family.layer_words
+    }
+    return inserted | words
 
 
 def mapped(family, source, target, shapes):

@@ -25,10 +25,11 @@ from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, UsageError, format_option, quote_names
 from ckptctl.notes import Notes
 from ckptctl.planner.config_demands import find_required_tensors
-from ckptctl.planner.config_facts import find_absent_heads
+from ckptctl.planner.config_facts import Json, find_absent_heads, read_layer_sizes
+from ckptctl.planner.families.demands import LAYER_INDEX
 from ckptctl.planner.layouts import Family, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, ZeroTensor, compose_tensors
-from ckptctl.planner.mapping.matching import ModelTensors
+from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from ckptctl.tree import TreePath
@@ -153,6 +154,7 @@ def change_layout(
             required=find_required_tensors(family, model.config, matched),
             may_be_missing=request.missing,
             resize={} if size is None else {VOCABULARY_AXIS: size},
+            layer_sizes=_read_all_layer_sizes(family, model.config, matched),
         )
     except SurplusError as error:
         error.where = str(model.catalog.path)
@@ -174,6 +176,16 @@ def change_layout(
     elif source in PADDED_LAYOUTS and not pads and not keeps_names:
         note_unstated_padding(change, stated_rows)
     return _sort_like_source(change, tensors) if keeps_names else change
+
+
+def _read_all_layer_sizes(
+    family: Family, config: Json | None, matched: MatchedKeys | None
+) -> list[dict[str, int]] | None:
+    """Read the axis sizes that *config* states for each layer, or return None without a config."""
+    if config is None:
+        return None
+    count = matched.count_indices().get(LAYER_INDEX, 0) if matched and family.layer_sizes else 0
+    return [read_layer_sizes(family, config, layer, count) for layer in range(count)]
 
 
 def _get_requested_rows(request: LayoutRequest) -> int | None:

@@ -296,6 +296,31 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Fill:
+    """Rule for a tensor that a layout requires in layers in which the model does not use it.
+
+    If config.json requires an optional tensor only in some layers, a layout may store it in all of
+    them, alone or as a part of a fused tensor. In the other layers, it is created on write. On
+    read, it is ignored, because training may have changed its values without any effect.
+
+    Attributes:
+        layout: Layout that requires the tensor.
+        tensor: Name, without indices, of the optional logical tensor.
+        reason: Reason why its values have no effect.
+        next_to: Name, without indices, of a tensor that all layers have.
+        copy_of: Name, without indices, of the logical tensor to copy in layers that have it.
+        value: Value of all elements in layers without *copy_of*, an integer.
+    """
+
+    layout: str
+    tensor: str
+    reason: str
+    next_to: str
+    copy_of: str = ""
+    value: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Tie:
     """A logical tensor that a model may tie to another logical tensor."""
 

@@ -201,3 +201,21 @@ class LayerSize(ConfigDeclaration):
         """Fields of config.json that determine the size."""
         names = (self.fact, *self.kinds[:1], *split_aliases(self.other), self.doubled, self.last)
         return tuple(name for name in (*names, self.by_layer, self.listed) if name)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWord(ConfigDeclaration):
+    """A placeholder of keys for a word that depends on the kind of the layer.
+
+    Attributes:
+        name: Name of the placeholder, as in ``{name=first|second}``.
+        fact: Field of config.json that lists the layer types.
+        kinds: Layer types with each of the words, in their order.
+        index: Index of the layers.
+    """
+
+    names = ("fact",)
+    name: str
+    fact: str
+    kinds: tuple[tuple[str, ...], ...]
+    index: str = LAYER_INDEX

@@ -26,6 +26,8 @@ dimension, outermost first, in einops' notation. A cell may list a different ord
 ``shard_{n}.key``     the same after ``shard_``, the only word that an index may follow in a part
 ``{c=gate|up}.key``   the same with words for numbers: that of entry 0, that of entry 1, ...
 ``{n=1.0|2.1}.key``   the same with words of several parts, as for blocks of some stages
+``{kind=a|b}.key``    the same, if ``kind`` is declared in :attr:`Family.layer_words`: the kind of
+                      the layer determines the word, and each layer has one key
 ====================  ============================================================================
 
 If several rows have the same key without ``#``, one stored tensor represents all of them. Later
@@ -201,14 +203,16 @@ class _Row(NamedTuple):
     cells: Mapping[str, _Cell | None]
     block: int = 0
 
-    def build_tensor(self, like: Mapping[str, str], prefixes: Prefixes) -> LogicalTensor:
+    def build_tensor(
+        self, like: Mapping[str, str], prefixes: Prefixes, layer_words: frozenset[str]
+    ) -> LogicalTensor:
         inherited_cells = {
             layout: _replace_prefix(self.cells.get(origin), prefixes.get(layout, {}))
             for layout, origin in like.items()
             if layout not in self.cells
         }
         leaves = {
-            layout: _build_leaf(cell, self.axes, self.indices)
+            layout: _build_leaf(cell, self.axes, self.indices, layer_words)
             for layout, cell in {**self.cells, **inherited_cells}.items()
             if cell
         }
@@ -234,10 +238,12 @@ def _replace_prefix(cell: _Cell | None, prefixes: Mapping[str, str]) -> _Cell | 
 
 
 @lru_cache(maxsize=16384)
-def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
+def _build_leaf(
+    cell: _Cell, axes: str, indices: tuple[str, ...], layer_words: frozenset[str]
+) -> Leaf:
     """Build the leaf for a cell. Families with equal cells share one cached leaf."""
     key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
-    spread = tuple(index for index in key.indices if index not in indices)
+    spread = tuple(index for index in key.indices if index not in {*indices, *layer_words})
     if not cell.axes:
         kept_groups = (tuple(axis for axis in group if axis not in spread) for group in dims)
         dims = tuple(
@@ -247,7 +253,10 @@ def _build_leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
 
 
 def parse_tables(
-    tables: Sequence[str], like: Mapping[str, str], prefixes: Prefixes | None = None
+    tables: Sequence[str],
+    like: Mapping[str, str],
+    prefixes: Prefixes | None = None,
+    layer_words: frozenset[str] = frozenset(),
 ) -> tuple[LogicalTensor, ...]:
     """Parse *tables* into logical tensors, where later tables override cells of earlier tables.
 
@@ -255,6 +264,7 @@ def parse_tables(
         tables: Text of each table.
         like: For a layout, another layout from which it inherits missing cells.
         prefixes: For a layout, prefixes of inherited keys, each with its replacement.
+        layer_words: Names of placeholders for words that the kind of a layer determines.
 
     Raises:
         TableError: A table cannot be parsed.
@@ -267,7 +277,7 @@ def parse_tables(
                 rows[row.name] = known_row._replace(axes=row.axes or known_row.axes, cells=cells)
             else:
                 rows[row.name] = row._replace(block=block)
-    return tuple(row.build_tensor(like, prefixes or {}) for row in rows.values())
+    return tuple(row.build_tensor(like, prefixes or {}, layer_words) for row in rows.values())
 
 
 @lru_cache(maxsize=1024)

@@ -137,11 +137,14 @@ class Template:
         return values
 
     def format_key(self, values: Mapping[str, int | str]) -> str:
-        """Format a key with the given index values. A string value is inserted as a placeholder."""
+        """Format a key with the given index values. A string value is inserted as a placeholder.
+
+        If the value of :attr:`word_index` is missing, the placeholder is inserted.
+        """
         if not self.words:
             return self.text.format_map(values)
         word_by_value: dict[int | str, str] = dict(enumerate(self.words))
-        word = word_by_value.get(values[self.word_index], self.word_placeholder)
+        word = word_by_value.get(values.get(self.word_index, ""), self.word_placeholder)
         before, after = (part.format_map(values) for part in self.text.split(self.word_placeholder))
         return f"{before}{word}{after}"
 

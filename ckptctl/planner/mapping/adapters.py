@@ -137,10 +137,12 @@ def derive_adapter_family(base: Family) -> Family:
 
     It has the layouts of *base* in which programs write adapters. Layout names are the same, except
     that ``peft`` replaces ``hf``. Layouts that insert layers at positions from a
-    config are excluded, and those that number two kinds of experts in halves: an adapter may have
-    any subset of experts, so its keys do not show the halves.
+    config are excluded, as are those with words that depend on the kind of the layer, and those
+    that number two kinds of experts in halves: an adapter may have any subset of experts, so its
+    keys do not show the halves.
     """
     inserting_layouts = {shift.layout for shift in base.shifts if shift.place != AFTER}
+    inserting_layouts |= {name for name in base.layouts if base.list_layer_words(name)}
     namings = {
         name: naming
         for model in base.layouts

@@ -372,6 +372,22 @@ def describe_variant_conflict(family: Family, matched: MatchedKeys) -> str | Non
     return None
 
 
+def find_word_conflict(family: Family, matched: MatchedKeys) -> str | None:
+    """Find a layer whose keys have the words of two kinds of layers, or return None."""
+    words = matched.numbering.words
+    for group in matched.groups:
+        word = group.stored.template.word_index
+        if word in words:
+            index = matched.numbering.word_indices[word]
+            columns = (group.keys, group.columns[index], group.columns[word])
+            for key, layer, number in zip(*columns, strict=True):
+                if words[word][layer] != number:
+                    kinds = next(w.kinds for w in family.layer_words if w.name == word)
+                    other = "/".join(kinds[words[word][layer]])
+                    return f"`{key}`, but other names of layer {layer} are those of `{other}`"
+    return None
+
+
 def _describe_conflict(family: Family, group: Sequence[str], matched: MatchedKeys) -> str | None:
     """Describe the first two keys that assign one layer to two variants of *group*, or None."""
     position_by_key = {key: number for number, key in enumerate(matched.order)}

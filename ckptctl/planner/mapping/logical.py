@@ -95,6 +95,7 @@ def build_table_cells(
     key: str,
     shape: Ints,
     resize: Mapping[str, int],
+    layer_sizes: AxisSizes | None = None,
 ) -> tuple[TableCell, TableCell]:
     """Build the cells of a logical tensor in the source and in the target layout.
 
@@ -108,6 +109,7 @@ def build_table_cells(
         key: Key of one stored tensor of the source, for error messages.
         shape: Shape of that stored tensor.
         resize: New size of each axis that is padded or truncated.
+        layer_sizes: Axis sizes in the tensor's layer, or None if they are not needed.
     """
     source_leaf, target_leaf = (layout.leaves[tensor.name] for layout, tensor in (source, target))
     own_sizes = {
@@ -123,6 +125,8 @@ def build_table_cells(
 
     def get_size(group: Axes) -> int:
         known_size = own_sizes.get(group, sizes.find_size(group))
+        if known_size is None and layer_sizes is not None:
+            known_size = layer_sizes.find_size(group)
         if known_size is None:
             unknown = [axis for axis in group if axis not in sizes.axes]
             names = dict.fromkeys(family.describe_size(axis) for axis in unknown)

@@ -31,10 +31,14 @@ class LayerNumbering:
         inserted: Numbers of the inserted layers of each index, in ascending order.
         into: For each index of inserted layers, the index of the layers among which they are
             inserted.
+        words: For each word that depends on the kind of the layer, its number in each layer.
+        word_indices: For each of these words, the index of the layers.
     """
 
     inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     into: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    word_indices: Mapping[str, str] = field(default_factory=dict)
 
     def to_logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
         """Convert layer numbers to index values, or return None for layers of another kind.
@@ -63,9 +67,16 @@ class LayerNumbering:
 
     def to_stored(self, values: Mapping[str, int]) -> dict[str, int]:
         """Convert the value of each index to the number that a key of the checkpoint contains."""
+        words = {
+            word: numbers[values[index]]
+            for word, numbers in self.words.items()
+            for index in [self.word_indices[word]]
+            if values.get(index) in numbers
+        }
         if not self.inserted:
-            return dict(values)
-        return {index: self._to_stored_number(index, value) for index, value in values.items()}
+            return {**values, **words}
+        numbers = {index: self._to_stored_number(index, value) for index, value in values.items()}
+        return numbers | words
 
     def _to_stored_number(self, index: str, value: int) -> int:
         own_numbers = self.inserted.get(index)
@@ -91,6 +102,8 @@ class LayerNumbering:
 def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> LayerNumbering:
     """Infer the numbering of a checkpoint from its keys in *layout*."""
     shifts = family.list_shifts(layout)
+    if family.list_layer_words(layout):
+        return _infer_words(family, layout, kinds)
     if not shifts:
         return LayerNumbering()
     halves = [shift for shift in shifts if shift.place == SECOND_HALF]
@@ -108,6 +121,21 @@ def infer_numbering(family: Family, layout: str, kinds: Iterable[KeyKind]) -> La
         count = _count_entries(family.get_layout(layout), shift, key_kinds)
         inserted[shift.index] = tuple(range(count - count // 2, count))
     return LayerNumbering(inserted, _map_inserted_to_outer_indices(shifts))
+
+
+def _infer_words(family: Family, layout: str, kinds: Iterable[KeyKind]) -> LayerNumbering:
+    """Infer from keys the word of each layer. The first key of a layer determines it."""
+    table = family.get_layout(layout).table
+    indices = {word.name: word.index for word in family.list_layer_words(layout)}
+    words: dict[str, dict[int, int]] = {name: {} for name in indices}
+    for kind in kinds:
+        for template, _ in table.list_entries(kind.skeleton):
+            for name, number in template.fixed:
+                for numbers in kind.numbers if name in indices else ():
+                    values = template.to_index_values(numbers) or {}
+                    if indices[name] in values:
+                        words[name].setdefault(values[indices[name]], number)
+    return LayerNumbering(words=words, word_indices=indices)
 
 
 def _count_entries(layout: Layout, shift: Shift, kinds: Iterable[KeyKind]) -> int:
@@ -157,6 +185,17 @@ def compute_numbering(
     """
     numbers_by_index: dict[str, tuple[int, ...]] = {}
     shifts = family.list_shifts(layout)
+    layer_words = family.list_layer_words(layout)
+    for word in layer_words:
+        layer_count = len(lists.get(word.name, ()))
+        if layer_count < counts.get(word.index, 0):
+            stated = f"it lists {pluralize(layer_count, 'layer')}" if layer_count else "it does not"
+            raise MappingError(
+                f"layout `{layout}` requires the kind of every layer",
+                why=f"names of tensors depend on it, and config.json must list it as "
+                f"`{word.fact}`; {stated}",
+                hint=f"pass {format_option('--assets DIR')} with the model's config.json",
+            )
     for shift in shifts:
         count = counts.get(shift.index, 0)
         first = counts.get(shift.into, 0)
@@ -181,7 +220,12 @@ def compute_numbering(
             numbers_by_index[shift.index] = tuple(
                 number - n for number, n in zip(sorted(stated_numbers), before, strict=True)
             )
-    return LayerNumbering(numbers_by_index, _map_inserted_to_outer_indices(shifts))
+    return LayerNumbering(
+        numbers_by_index,
+        _map_inserted_to_outer_indices(shifts),
+        {word.name: dict(enumerate(lists.get(word.name, ()))) for word in layer_words},
+        {word.name: word.index for word in layer_words},
+    )
 
 
 def require_numbering(
@@ -192,6 +236,17 @@ def require_numbering(
     Raises:
         MappingError: The keys and the config disagree.
     """
+    for word in family.list_layer_words(layout):
+        for layer, number in numbering.words.get(word.name, {}).items():
+            listed = lists.get(word.name, ())
+            if layer < len(listed) and listed[layer] != number:
+                kinds = ["/".join(word.kinds[n]) for n in (listed[layer], number)]
+                raise MappingError(
+                    "config.json and the names of the tensors disagree on the kind of a layer",
+                    where=word.fact,
+                    why=f"layer {layer} is `{kinds[0]}` there, but `{kinds[1]}` by its names",
+                    hint=f"pass {format_option('--assets DIR')} with the right config.json",
+                )
     for shift in family.list_shifts(layout):
         inserted_numbers, stated_numbers = (
             numbering.inserted.get(shift.index, ()),

@@ -443,6 +443,8 @@ class KeyRouter:
         Return None if the numbering depends on unknown config fields.
         """
         counts = dict(self.counts)
+        if any(word.name not in self.lists for word in self.family.list_layer_words(layout.name)):
+            return None
         for shift in self.family.list_shifts(layout.name):
             if shift.place == SECOND_HALF and shift.into in counts:
                 counts[shift.index] = counts[shift.into]

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, format_option, quote_names
-from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
+from ckptctl.planner.axes import (
+    AxisSizes,
+    ObservedShape,
+    build_equations,
+    solve_axis_sizes,
+    solve_equations,
+)
 from ckptctl.planner.families.tables import LogicalTensor
 from ckptctl.planner.layouts import Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import (
     ALWAYS_LISTED,
     describe_variant_conflict,
     find_missing_keys,
+    find_word_conflict,
     require_known_keys,
     require_no_missing_tensors,
 )
@@ -62,7 +70,7 @@ class SurplusError(MappingError):
         self.name, self.count, self.stated = name, count, stated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class MatchedSource:
     """A source checkpoint with matched keys and solved axis sizes.
 
@@ -83,6 +91,27 @@ class MatchedSource:
     def ties(self) -> tuple[Tie, ...]:
         """Ties that apply to the model, or an empty tuple if its embeddings are not tied."""
         return self.family.ties if self.tied else ()
+
+    @cached_property
+    def _keys_by_layer(self) -> Mapping[IndexValues, Sequence[tuple[str, str]]]:
+        """Names of the logical tensors at each index, and one key of each."""
+        keys_by_layer: dict[IndexValues, list[tuple[str, str]]] = {}
+        for (name, values), keys in self.matched.keys.items():
+            keys_by_layer.setdefault(values, []).append((name, next(iter(keys.values()))))
+        return keys_by_layer
+
+    def solve_layer_sizes(self, values: IndexValues, stated: Mapping[str, int]) -> AxisSizes:
+        """Solve for all axis sizes in the layer at *values*, some of which the config states.
+
+        Raises:
+            MappingError: Shapes and config contradict each other.
+        """
+        observations = {
+            key: ObservedShape(key, self.layout.stored_by_name[name], self.shapes[key])
+            for name, key in self._keys_by_layer.get(values, ())
+        }
+        equations = build_equations(self.family, observations.values(), are_from_one_layer=True)
+        return solve_equations(self.family, equations, {**self.sizes.axes, **stated})
 
     def find_tensor(self, name: str, values: IndexValues = ()) -> Origin | None:
         """Find a logical tensor and its keys, or return None if it is missing."""
@@ -135,7 +164,9 @@ def resolve_source(
         )
         names = [absent.key for absent in missing_keys.keys]
         require_known_keys(family, layout, matched, names)
-    if contradiction := describe_variant_conflict(family, matched):
+    if contradiction := describe_variant_conflict(family, matched) or find_word_conflict(
+        family, matched
+    ):
         raise MappingError(f"a layer has tensors of two kinds: {contradiction}")
     if not partial:
         require_no_missing_tensors(names, missing_keys.total, family, layout, tied=tied)
@@ -195,7 +226,9 @@ class FusedPartCheck:
         target: Layout,
         numbering: LayerNumbering,
         may_be_missing: Collection[str],
+        filled: Collection[Slot] = (),
     ) -> None:
+        self._filled = filled
         self._source, self._target, self._numbering = source, target, numbering
         self._may_be_missing = may_be_missing
         self._skip_reasons: dict[str, str] = {}
@@ -206,7 +239,11 @@ class FusedPartCheck:
             return
         parts = self._target.stored_by_name[tensor.name].parts
         existing = self._source.matched.keys
-        existing_parts = {leaf.part for other, leaf in parts if (other.name, values) in existing}
+        existing_parts = {
+            leaf.part
+            for other, leaf in parts
+            if (other.name, values) in existing or (other.name, values) in self._filled
+        }
         tensor_by_part = {leaf.part: other for other, leaf in reversed(parts)}
         missing_tensors = [
             tensor_by_part[part]
@@ -223,7 +260,7 @@ class FusedPartCheck:
                 self._format_key(other, values, position)
                 for name, other in tensors.items()
                 for position in positions
-                if position not in keys_by_name[name]
+                if position not in keys_by_name[name] and (name, values) not in self._filled
             ]
         if missing_keys:
             existing_keys = [key for keys in keys_by_name.values() for key in keys.values()]

@@ -12,7 +12,8 @@ from itertools import groupby, islice
 from ckptctl.catalog import build_computed_name
 from ckptctl.errors import MappingError, UnmappedTensorError, format_option, quote_names
 from ckptctl.notes import Notes
-from ckptctl.planner.families.declarations import AFTER
+from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.families.declarations import AFTER, Fill
 from ckptctl.planner.families.tables import Leaf, LogicalTensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -30,6 +31,7 @@ from ckptctl.planner.mapping.mapped import (
     require_filled_targets,
 )
 from ckptctl.planner.mapping.matching import (
+    IndexValues,
     MatchedKeys,
     Slot,
     SpreadPosition,
@@ -107,6 +109,7 @@ def map_tensors(
     required: Collection[Slot] = (),
     may_be_missing: Collection[str] = (),
     resize: Mapping[str, int] | None = None,
+    layer_sizes: Sequence[Mapping[str, int]] | None = None,
 ) -> LayoutChange:
     """Map the tensors of *shapes* to another layout.
 
@@ -126,6 +129,7 @@ def map_tensors(
         required: Optional tensors that the config requires.
         may_be_missing: Keys that may be missing. Fused tensors that need them are then skipped.
         resize: New size of each axis to truncate or to pad with zeros.
+        layer_sizes: Axis sizes that the config states for each layer, or None without a config.
 
     Raises:
         MappingError: Tensors are unknown, missing, contradictory, or unmapped in the target.
@@ -144,6 +148,12 @@ def map_tensors(
         required=required,
     )
     mapper = _TensorMapper(matched_source, target, resize or {}, untie, partial)
+    has_kinds = all(
+        len((lists or {}).get(word.name, ())) >= matched_source.counts.get(word.index, 0)
+        for word in family.layer_words
+    )
+    if layer_sizes is not None and has_kinds:
+        mapper.use_config(required, layer_sizes)
     if source is target:
         return mapper.map_unchanged()
     change = mapper.map_to_target(lists or {}, may_be_missing)
@@ -173,6 +183,16 @@ class _TensorMapper:
             if not resize.keys().isdisjoint(self.family.expand_axes(leaf.axes))
         }
         self.zeros: list[ZeroTensor] = []
+        self.fills: Mapping[Slot, Fill] = {}
+        self.ignored: Mapping[Slot, Fill] = {}
+        self.stated_layer_sizes: Sequence[Mapping[str, int]] = ()
+        self.layer_sizes: dict[IndexValues, AxisSizes] = {}
+        interleave_axes = {
+            leaf.interleave_axis
+            for layout in (source.layout, target)
+            for leaf in (layout.leaves.values() if self.family.free else ())
+        }
+        self.needs_layer_sizes = not interleave_axes.isdisjoint(self.family.free)
         self.notes = Notes()
         self.copies: list[RedundantData] = []
         self.tile_conversions: list[TileConversion] = []
@@ -184,6 +204,47 @@ class _TensorMapper:
                 tuple(resize.items()),
             ),
         )
+
+    def use_config(
+        self, required: Collection[Slot], layer_sizes: Sequence[Mapping[str, int]]
+    ) -> None:
+        """Fill, or ignore, tensors that a layout has in layers in which they are not *required*."""
+        self.stated_layer_sizes = layer_sizes
+        existing = self.source.matched.keys
+        rules = {t.name: fill for fill in self.family.fills for t in self._find_filled(fill)}
+        unused = {name: fill for name, fill in rules.items() if fill.layout == self.target.name}
+        layers = {
+            fill.next_to: [v for name, v in existing if name.partition(".")[0] == fill.next_to]
+            for fill in unused.values()
+        }
+        self.fills = {
+            (name, values): fill
+            for name, fill in unused.items()
+            for values in layers[fill.next_to]
+            if (name, values) not in existing and (name, values) not in required
+        }
+        self.ignored = {
+            slot: rules[slot[0]]
+            for slot in (existing if rules else ())
+            if slot[0] in rules
+            and rules[slot[0]].layout == self.source.layout.name
+            and slot not in required
+        }
+
+    def _find_filled(self, fill: Fill) -> Iterator[LogicalTensor]:
+        is_used = fill.layout in (self.source.layout.name, self.target.name)
+        return self.family.find_tensors((fill.tensor,) if is_used else ())
+
+    def _get_layer_sizes(self, values: IndexValues) -> AxisSizes | None:
+        """Return all axis sizes in the layer at *values*, or None if they are not needed."""
+        if not self.needs_layer_sizes or not values:
+            return None
+        if values not in self.layer_sizes:
+            layer = values[-1]
+            is_stated = layer < len(self.stated_layer_sizes)
+            stated_sizes = self.stated_layer_sizes[layer] if is_stated else {}
+            self.layer_sizes[values] = self.source.solve_layer_sizes(values, stated_sizes)
+        return self.layer_sizes[values]
 
     def map_unchanged(self) -> LayoutChange:
         """Map all tensors to the same layout, unchanged unless they are resized or untied."""
@@ -225,12 +286,13 @@ class _TensorMapper:
         counts = {**self.sizes, **self.source.counts}
         self.numbering = compute_numbering(self.family, self.target.name, counts, lists)
         self.fused_part_check = FusedPartCheck(
-            self.source, self.target, self.numbering, may_be_missing
+            self.source, self.target, self.numbering, may_be_missing, self.fills
         )
         tensors, skipped_keys = self.fused_part_check.exclude_incomplete(
             list(self._iterate_tensors())
         )
         self._note_drops()
+        self._note_ignored()
         tensors = self._remove_duplicates(tensors)
         require_filled_targets(tensors)
         rules = () if self.partial else self.family.drops
@@ -279,7 +341,11 @@ class _TensorMapper:
         unmapped: dict[str, LogicalTensor] = {}
         for tensor, values in self._iterate_logical_tensors():
             origin = self._find_origin(tensor, values)
-            if origin and tensor.name in self.target.leaves:
+            if (tensor.name, values) in self.fills:
+                yield from self._fill_tensor(tensor, values)
+            elif (tensor.name, values) in self.ignored:
+                continue
+            elif origin and tensor.name in self.target.leaves:
                 yield from self._map_tensor(tensor, values, origin)
             elif origin and not self._convert_tiles(tensor, origin[1].get((), "")):
                 unmapped |= dict.fromkeys(origin[1].values(), tensor)
@@ -373,7 +439,7 @@ class _TensorMapper:
                 for position, own_position in members
             ]
             tensors = self._build_targets(
-                tensor, origin, entries, [own_position for _, own_position in pairs]
+                tensor, values, origin, entries, [own_position for _, own_position in pairs]
             )
             writes = [
                 TargetTensor(
@@ -384,6 +450,57 @@ class _TensorMapper:
             if source_tensor.name in self.resized:
                 self._add_zeros(reads, writes)
             yield MappedTensor(tuple(reads), tuple(writes))
+
+    def _fill_tensor(self, tensor: LogicalTensor, values: IndexValues) -> Iterator[MappedTensor]:
+        """Map a tensor of the target that the model does not use in the layer at *values*."""
+        fill, copied_tensors = self.fills[tensor.name, values], self.source.find_tensor
+        names = {name.partition(".")[0]: name for name in self.family.tensors}
+        origin = copied_tensors(names[fill.copy_of], values) if fill.copy_of else None
+        if origin is not None:
+            yield from self._map_tensor(tensor, values, origin)
+            return
+        next_to = self.source.find_tensor(names[fill.next_to], values)
+        like = next(iter(next_to[1].values())) if next_to else ""
+        label = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
+        key, name = format_key(self.target, tensor, values, (), self.numbering), tensor.name
+        layer_sizes = self._get_layer_sizes(values) or self.source.sizes
+        leaf = self.source.layout.leaves[name]
+        sizes = [layer_sizes.find_size(self.family.expand_axes(group)) for group in leaf.dims]
+        if None in sizes:
+            raise MappingError(
+                f"the size of `{label}` is unknown",
+                where=f"tensor `{key}`",
+                why="config.json does not state it for this layer",
+            )
+        shape = tuple(size for size in sizes if size is not None)
+        source_key = build_computed_name(f"{key}@{label}")
+        self.zeros.append(ZeroTensor(source_key, shape, like=like))
+        cells = build_table_cells(
+            self.family,
+            self.source.sizes,
+            (self.source.layout, tensor),
+            (self.target, tensor),
+            source_key,
+            shape,
+            self.resize,
+            layer_sizes,
+        )
+        (strided,) = rearrange_tensor(*cells, {(): shape}, [()])
+        read = SourceTensor(source_key, shape, label, fill.value)
+        yield MappedTensor((read,), (TargetTensor(key, strided),))
+
+    def _note_ignored(self) -> None:
+        """Record the tensors and parts of tensors that the model does not use."""
+        layers: dict[Fill, list[IndexValues]] = {}
+        for (name, values), fill in self.ignored.items():
+            layers.setdefault(fill, []).append(values)
+            (key,) = self.source.matched.keys[name, values].values()
+            if self.source.layout.leaves[name].part is None:
+                self.notes.explain("dropped", {key: fill.reason})
+        for fill, places in layers.items():
+            numbers = ", ".join(str(values[-1]) for values in sorted(places))
+            layer = "layers" if len(places) > 1 else "layer"
+            self.notes.add(f"`{fill.tensor}` of {layer} {numbers} is not read: {fill.reason}")
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
         """Append a source of zeros to *reads* if targets in *writes* are padded."""
@@ -415,6 +532,7 @@ class _TensorMapper:
     def _build_targets(
         self,
         tensor: LogicalTensor,
+        values: IndexValues,
         origin: Origin,
         entries: Mapping[SpreadPosition, Ints],
         positions: Sequence[SpreadPosition],
@@ -422,13 +540,18 @@ class _TensorMapper:
         """Build the target tensors at *positions* from elements of *entries*, cached per kind."""
         source_tensor, keys = origin
         shape = self.source.shapes[next(iter(keys.values()))]
-        kind = (source_tensor.name, tensor.name, shape, tuple(entries.items()), tuple(positions))
+        layer_sizes = self._get_layer_sizes(values)
+        layer_axes = tuple(layer_sizes.axes.items()) if layer_sizes else ()
+        kind = (
+            *(source_tensor.name, tensor.name, shape, layer_axes),
+            *(tuple(entries.items()), tuple(positions)),
+        )
         if kind not in self.target_cache:
             key = next(iter(keys.values()))
             self._require_equal_shapes(entries, key)
             sides = (self.source.layout, source_tensor), (self.target, tensor)
             cells_of_sides = build_table_cells(
-                self.family, self.source.sizes, *sides, key, shape, self.resize
+                self.family, self.source.sizes, *sides, key, shape, self.resize, layer_sizes
             )
             self.target_cache[kind] = rearrange_tensor(*cells_of_sides, entries, positions)
         return self.target_cache[kind]
