@@ -20,6 +20,7 @@ from ckptctl.formats.mcore.spelling import (
     HALF_SUFFIXES,
     TensorNameParts,
     count_experts,
+    number_stacked_layers,
     parse_tensor_names,
     require_all_layers,
 )
@@ -56,11 +57,15 @@ class _Rows(NamedTuple):
 
 
 def join_canonical(
-    catalog: Catalog, faults: FaultCollector, arguments: Mapping[str, object]
+    catalog: Catalog,
+    faults: FaultCollector,
+    arguments: Mapping[str, object],
+    attention_kinds: Sequence[str] = (),
 ) -> Catalog:
     """Join the tensors of *catalog* into canonical tensors.
 
     *arguments* are the trainer's arguments, such as ``num_layers`` and ``num_experts``.
+    *attention_kinds* are those of all layers, if their attention is stacked by kind.
 
     Raises:
         CoverageError: A layer, an expert or a half is missing.
@@ -70,7 +75,10 @@ def join_canonical(
     require_all_layers(catalog.tensors, parsed_names, arguments, faults)
     experts = count_experts(parsed_names.values(), arguments, str(faults.root))
     joiner = _CanonicalJoiner(faults, experts, catalog.lost)
-    pieces = _group_pieces_by_name(catalog.tensors, parsed_names, str(faults.root))
+    numbers = number_stacked_layers(
+        catalog.tensors, parsed_names, attention_kinds, str(faults.root)
+    )
+    pieces = _group_pieces_by_name(catalog.tensors, parsed_names, numbers, str(faults.root))
     tensors = {name: joiner.join_tensor(name, members) for name, members in pieces.items()}
     lost = {
         name: lost_boxes
@@ -81,7 +89,10 @@ def join_canonical(
 
 
 def _group_pieces_by_name(
-    tensors: Mapping[str, TensorEntry], parsed_names: Mapping[str, TensorNameParts], where: str
+    tensors: Mapping[str, TensorEntry],
+    parsed_names: Mapping[str, TensorNameParts],
+    layer_numbers: Mapping[str, Sequence[int]],
+    where: str,
 ) -> dict[str, list[_Piece]]:
     count = sum(
         tensors[name].shape[0] for name, name_parts in parsed_names.items() if name_parts.is_stacked
@@ -95,8 +106,10 @@ def _group_pieces_by_name(
     pieces: dict[str, list[_Piece]] = {}
     for name, entry in tensors.items():
         name_parts = parsed_names[name]
+        numbers = layer_numbers.get(name_parts.attention_kind)
         for row in range(entry.shape[0]) if name_parts.is_stacked else (None,):
-            pieces.setdefault(name_parts.format_canonical_name(row), []).append(
+            layer = row if row is None or numbers is None else numbers[row]
+            pieces.setdefault(name_parts.format_canonical_name(layer), []).append(
                 _Piece(entry, name_parts, row)
             )
     return pieces

@@ -54,6 +54,7 @@ from ckptctl.formats.mcore.mcore_files import (
     require_finished_save,
 )
 from ckptctl.formats.mcore.objects import format_object_name, to_canonical_objects
+from ckptctl.formats.mcore.spelling import read_attention_kinds
 from ckptctl.formats.peft import read_adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector, finding_from_error
 from ckptctl.formats.shared.leaves import require_harmless_values
@@ -93,7 +94,9 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         place = COMMON if common_object is None else COMMON_STATE
         require_harmless_values(common.blobs.values(), str(folder / place))
         arguments = extract_trainer_arguments(common.blobs)
-        catalog = join_canonical(catalog, faults, arguments)
+        records = read_records(folder, {place: arguments}, faults)
+        kinds = read_attention_kinds(merge_records(records.values()))
+        catalog = join_canonical(catalog, faults, arguments, kinds)
         hf_folder = folder.parent / HF_CONFIG_FOLDER  # verl's
         hf_documents = read_config_files(hf_folder) if hf_folder.is_dir() else {}
         other_files = {file: why for file, why in catalog.others.items() if file not in MCORE_FILES}
@@ -103,7 +106,6 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         if common_object is not None or is_present(folder / COMMON):
             file = COMMON if common_object is None else common_object.file or ""
             catalog = add_leaves(files, catalog, file, common)
-        records = read_records(folder, {place: arguments}, faults)
         catalog = restore_row_order(catalog, records)
         catalog, settings, settings_file = map_buckets(
             catalog, files, merge_records(records.values()), faults

@@ -10,6 +10,11 @@ experts       ``experts.experts.x`` ``[E, …]``  ``experts.x5``, Megatron-FSDP 
 experts       ``experts.experts.x`` ``[E, …]``  ``experts.local_experts.5.x``   one row each
 ============= ================================= =============================== ===================
 
+If layers have two kinds of attention with different shapes, Megatron-Bridge calls the attention
+``self_attention_sliding`` or ``self_attention_global``, and stacks the layers of each kind. The
+numbers of these layers follow from the recorded configuration
+(``Gemma4DenseSelfAttention.sharded_state_dict``).
+
 The bytes are the same with different boxes, which :mod:`ckptctl.formats.mcore.joining` converts.
 The same applies to the optimizer state, whose names are ``optimizer.state.exp_avg.`` and a
 parameter name.
@@ -22,7 +27,7 @@ NeMo's names start with ``module.``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
@@ -40,6 +45,7 @@ _FSDP_PART = re.compile(r"\d+|\d*_w")
 _PART_STATE = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))(\.\w+)", re.DOTALL)
 _STACK = re.compile(r"(.*?\.(?:layers|deepstack_merger_list))\.(.*)", re.DOTALL)
 """Megatron-Bridge stores the mergers of Qwen 3 VL as it stores layers."""
+_ATTENTION_KIND = re.compile(r"self_attention_(sliding|global)\.")
 HALF_SUFFIXES = "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
@@ -71,6 +77,12 @@ class TensorNameParts(NamedTuple):
     def is_stacked(self) -> bool:
         """Whether the tensor contains all layers along dimension 0."""
         return bool(self.stack) and self.layer is None
+
+    @property
+    def attention_kind(self) -> str:
+        """Kind of attention of all layers that this tensor stacks, or empty if it has no kind."""
+        match = _ATTENTION_KIND.match(self.suffix) if self.is_stacked else None
+        return match[1] if match else ""
 
     @property
     def tensor_kind(self) -> tuple[str, str]:
@@ -153,7 +165,9 @@ def require_all_layers(
     for stack, members in by_stack.items():
         argument_count = _read_layer_count(arguments) if stack == DECODER else None
         stacked = {
-            tensors[name].shape[0]: name for name, parts in members.items() if parts.is_stacked
+            tensors[name].shape[0]: name
+            for name, parts in members.items()
+            if parts.is_stacked and not parts.attention_kind
         }
         layers = {parts.layer for parts in members.values() if parts.layer is not None}
         _require_layer_count(stack, stacked, layers, argument_count, str(faults.root))
@@ -232,3 +246,49 @@ def count_experts(
                 counts.get(parts.tensor_kind, argument_count), parts.expert + 1
             )
     return counts
+
+
+def read_attention_kinds(record: Mapping[str, object]) -> list[str]:
+    """Read the kind of attention of each decoder layer, or return [] if *record* has none.
+
+    Source: ``is_layer_window_attention`` in ``megatron/core/transformer/utils.py``.
+    """
+    count, pattern = _read_layer_count(record), record.get("window_attn_skip_freq")
+    if count is None or not record.get("window_size"):
+        return []
+    if type(pattern) is int and pattern > 0:
+        has_window = [layer % pattern != 0 for layer in range(1, count + 1)]
+    elif isinstance(pattern, list) and len(pattern) == count:
+        has_window = [value in (True, 1, "sliding_attention") for value in pattern]
+    else:
+        return []
+    return ["sliding" if value else "global" for value in has_window]
+
+
+def number_stacked_layers(
+    tensors: Mapping[str, TensorEntry],
+    parsed_names: Mapping[str, TensorNameParts],
+    attention_kinds: Sequence[str],
+    where: str,
+) -> dict[str, list[int]]:
+    """List the layer numbers in tensors that stack the layers of one kind, by kind of attention.
+
+    Raises:
+        UnsupportedError: *attention_kinds* do not state them, or contradict a shape.
+    """
+    numbers: dict[str, list[int]] = {}
+    for name, parts in parsed_names.items():
+        kind = parts.attention_kind
+        if not kind:
+            continue
+        numbers[kind] = [n for n, other in enumerate(attention_kinds) if other == kind]
+        if len(numbers[kind]) != tensors[name].shape[0]:
+            stated = f"`window_attn_skip_freq` states {len(numbers[kind])}"
+            why = stated if attention_kinds else "no file states `window_attn_skip_freq`"
+            raise UnsupportedError(
+                "the numbers of stacked layers are unknown",
+                where=where,
+                why=f"`{name}` has {pluralize(tensors[name].shape[0], 'layer')}; {why}",
+                hint="keep the `run_config.yaml` of the save next to its `.metadata`",
+            )
+    return numbers

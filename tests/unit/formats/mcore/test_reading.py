@@ -201,6 +201,62 @@ def test_changed_byte_in_stacked_tensor_fails_checksum(
     assert finding.tensor.endswith("input_layernorm.weight")
 
 
+ATTENTION = "decoder.layers.self_attention_"
+
+
+def write_stacked_kinds(folder: Path, record: str) -> dict[str, torch.Tensor]:
+    """Write three layers as Megatron-Bridge does those of Gemma 4, with a ``run_config.yaml``."""
+    state = {
+        "decoder.layers.input_layernorm.weight": torch.randn(3, WIDTH),
+        f"{ATTENTION}sliding.linear_proj.weight": torch.randn(2, WIDTH, 4),
+        f"{ATTENTION}global.linear_proj.weight": torch.randn(1, WIDTH, 8),
+    }
+    write(folder, state)
+    (metadata,) = folder.rglob(".metadata")
+    (metadata.parent / "run_config.yaml").write_text(record)
+    return state
+
+
+@pytest.mark.parametrize("pattern", ["[true, false, true]", "[1, 0, 1]", "2"])
+def test_layers_stacked_by_kind_get_numbers_of_layers(pattern: str, tmp_path: Path) -> None:
+    record = f"model: {{num_layers: 3, window_size: [15, 0], window_attn_skip_freq: {pattern}}}"
+    state = write_stacked_kinds(tmp_path / "run", record)
+    ckptctl.convert(tmp_path / "run", tmp_path / "out.pt", to="torch")
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    found = {key: value for key, value in saved.items() if torch.is_tensor(value)}
+    name = "decoder.layers.{}.self_attention_{}.linear_proj.weight"
+    sliding = state[f"{ATTENTION}sliding.linear_proj.weight"]
+    expected = {
+        name.format(0, "sliding"): sliding[0],
+        name.format(1, "global"): state[f"{ATTENTION}global.linear_proj.weight"][0],
+        name.format(2, "sliding"): sliding[1],
+    }
+    norms = state["decoder.layers.input_layernorm.weight"]
+    expected |= {f"decoder.layers.{n}.input_layernorm.weight": norms[n] for n in range(3)}
+    assert not differences(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ("model: {}", "no file states"),
+        ("model: {num_layers: 3, window_attn_skip_freq: 2}", "no file states"),
+        (
+            "model: {num_layers: 3, window_size: [15, 0], window_attn_skip_freq: [1, 0, 0]}",
+            "states 1",
+        ),
+        ("model: {num_layers: 3, window_size: [15, 0], window_attn_skip_freq: [1, 0]}", "no file"),
+    ],
+)
+def test_unknown_numbers_of_stacked_layers_are_unsupported(
+    record: str, why: str, tmp_path: Path
+) -> None:
+    write_stacked_kinds(tmp_path / "run", record)
+    with pytest.raises(UnsupportedError, match="numbers of stacked layers are unknown") as error:
+        formats.open_checkpoint(tmp_path / "run")
+    assert why in (error.value.why or "")
+
+
 def test_run_opens_iteration_in_tracker_file(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
