@@ -4,6 +4,7 @@ TRANSFORMERS = "transformers 5.24"
 MLX_LM = "mlx-lm 0.32.2"
 MLX_VLM = "mlx-vlm 0.7.10"
 MCORE_019 = "megatron-core 0.19.2 without Transformer Engine"
+BRIDGE_06 = "megatron-bridge 0.6.2 without Transformer Engine"
 _DEFAULT_PROGRAMS = {
     "hf": TRANSFORMERS,
     "hf-v5": TRANSFORMERS,

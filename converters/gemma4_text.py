@@ -6,11 +6,24 @@ and values of earlier layers. Files may still have tensors for these layers, whi
 ignores. The small models have an embedding per layer. The sparse model has experts next to the
 feed-forward network.
 
+Megatron-Bridge's dense model has keys, values and the norm of keys in all layers, and ignores them
+where the model does not use them. Its layout ``mcore`` has no place for experts.
+
 Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, mlx-lm's
-``gemma4_text.py``.
+``gemma4_text.py``, Megatron-Bridge's ``gemma4_bridge.py``, ``gemma4_provider.py`` and
+``modeling_gemma4.py`` (0.6, ``mcore``).
 """
 
-from ckptctl.planner.layouts import CHOSEN, UNCHOSEN, Demand, Family, LayerSize, Tie
+from ckptctl.planner.layouts import (
+    CHOSEN,
+    UNCHOSEN,
+    Demand,
+    Family,
+    Fill,
+    LayerSize,
+    LayerWord,
+    Tie,
+)
 
 from . import _proofs
 
@@ -74,6 +87,48 @@ expert_w3  experts.switch_glu.up_proj.weight
 expert_w2  experts.switch_glu.down_proj.weight
 """
 
+MCORE_AROUND = """
+logical    mcore
+embed      embedding.word_embeddings.weight
+ple_embed  per_layer_embedding.weight
+ple_model  per_layer_model_proj.weight
+ple_norm   per_layer_proj_norm.weight
+norm       decoder.final_layernorm.weight
+output     output_layer.weight
+"""
+
+MCORE_ATTENTION = """
+logical  mcore: decoder.layers.{i}.
+q        KIND.linear_qkv.weight#0/k
+k        KIND.linear_qkv.weight#1/k
+v        KIND.linear_qkv.weight#2/k
+q_norm   KIND.q_layernorm.weight
+k_norm   KIND.k_layernorm.weight
+o        KIND.linear_proj.weight
+""".replace("KIND", "{kind=self_attention_sliding|self_attention_global}")
+
+MCORE_LAYER = """
+logical          mcore: decoder.layers.{i}.
+w1               mlp.linear_fc1.weight#0
+w3               mlp.linear_fc1.weight#1
+w2               mlp.linear_fc2.weight
+norm_1           input_layernorm.weight
+norm_1_post      post_self_attn_layernorm.weight
+norm_2           pre_mlp_layernorm.weight
+norm_2_post      post_mlp_layernorm.weight
+layer_scale      layer_scalar
+ple_gate         per_layer_input_gate.weight
+ple_output       per_layer_projection.weight
+ple_output_norm  post_per_layer_input_norm.weight
+"""
+
+SHARED = "the layer uses the keys and values of an earlier layer"
+FILLS = (
+    Fill("mcore", "k", SHARED, next_to="q"),
+    Fill("mcore", "v", f"its values are its keys, or {SHARED}", next_to="q", copy_of="k"),
+    Fill("mcore", "k_norm", SHARED, next_to="q", value=1),
+)
+
 KEYS = (
     Demand(("kv",), but_last="num_kv_shared_layers"),
     Demand(("v",), {"attention_k_eq_v": UNCHOSEN}, but_last="num_kv_shared_layers"),
@@ -107,24 +162,32 @@ LAYER_SIZES = (
     LayerSize("f", "intermediate_size", doubled="use_double_wide_mlp", last="num_kv_shared_layers"),
 )
 
+LAYER_WORDS = (LayerWord("kind", "layer_types", (("sliding_attention",), ("full_attention",))),)
+
 FAMILY = Family(
     name="gemma4_text",
     title="Gemma 4, text only",
-    layouts=("hf", "mlx"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED + PLE_EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER + PLE + EXPERTS,
         "logical  axes  hf: model." + NORM,
         OUTPUT,
         "logical  mlx: model.layers.{i}." + MLX_EXPERTS,
+        MCORE_AROUND,
+        MCORE_ATTENTION,
+        MCORE_LAYER,
     ),
     architecture="Gemma4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,
     constants={"one": 1},
+    composite={"h": ("k", "q")},
     demands=DEMANDS,
-    free=("e", "f"),
+    free=("e", "f", "k", "q"),
     layer_sizes=LAYER_SIZES,
+    layer_words=LAYER_WORDS,
+    fills=FILLS,
     formulas=(
         ("pd", "hidden_size_per_layer_input"),
         ("pa", "num_hidden_layers * hidden_size_per_layer_input"),
@@ -135,7 +198,7 @@ FAMILY = Family(
         "m": ("moe_intermediate_size", ""),
         "pv": ("vocab_size_per_layer_input", ""),
     },
-    proofs=_proofs.get_proofs("hf", "mlx"),
+    proofs=_proofs.get_proofs("hf", "mlx", "mcore", mcore=_proofs.BRIDGE_06),
     config_signs=({"model_type": "gemma4_text"}, {"model_type": "gemma4_unified_text"}),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, x=3, m=10, pv=18, pa=14, pd=7, i=2),
 )

@@ -52,6 +52,10 @@ FAMILY: Family = replace(
     architecture="Gemma4UnifiedForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     constants={"one": 1, "two": 2},
+    composite={},
+    free=("e", "f"),
+    layer_words=(),
+    fills=(),
     demands=(
         *(demand.with_prefix("text_config") for demand in gemma4_text.KEYS),
         Demand(("vision",), {"vision_config": PRESENT}),

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from tests.contract.tables import FAMILIES, mapped, moved, numbered, tiny, tiny_sizes
+from ckptctl.planner.mapping.matching import format_key
+from ckptctl.planner.mapping.numbering import compute_numbering
+from tests.contract.tables import (
+    FAMILIES,
+    mapped,
+    moved,
+    numbered,
+    tiny,
+    tiny_lists,
+    tiny_sizes,
+)
 
 GROUPED = [
     name
@@ -36,14 +46,23 @@ def together(arrays, family, layer):
 @pytest.mark.parametrize("name", GROUPED)
 def test_linear_qkv_interleaves_queries_keys_and_values_per_group(name):
     family = FAMILIES[name]
-    shapes = tiny(family, "hf")
+    filled, hf = {fill.tensor for fill in family.fills}, family.get_layout("hf")
+    shapes = tiny(family, "hf") | {
+        key: shape
+        for key, shape in (tiny(family, "hf", optional=True) if filled else {}).items()
+        for stored, _ in hf.iterate_matches(key)
+        if stored.parts[0][0].name.partition(".")[0] in filled
+    }
     values = numbered(shapes)
     found = moved(mapped(family, "hf", "mcore", shapes), values)
-    key = family.get_layout("mcore").leaves["q.{i}"].key.text
-    layers = [i for i in range(family.tiny["i"]) if key.format(i=i) in found]
+    sizes = tiny_sizes(family)
+    numbering = compute_numbering(family, "mcore", sizes, tiny_lists(family, sizes))
+    place = family.get_layout("mcore"), family.tensors["q.{i}"]
+    keys = {i: format_key(*place, (i,), (), numbering) for i in range(family.tiny["i"])}
+    layers = [i for i, key in keys.items() if key in found]
     assert layers
     for layer in layers:
-        assert (found[key.format(i=layer)] == together(values, family, layer)).all()
+        assert (found[keys[layer]] == together(values, family, layer)).all()
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe"])

@@ -176,7 +176,8 @@ def _normed(heads: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 @cache
-def _without_cuda() -> None:
+def without_cuda() -> None:
+    """Let modules that ask for CUDA be built and run without it."""
     ones = torch.ones
     warnings.simplefilter("ignore")
     torch._dynamo.config.disable = True  # small functions would be compiled
@@ -203,7 +204,7 @@ def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
         recipe: What the model is.
         ranks: Their product is the world size.
     """
-    _without_cuda()
+    without_cuda()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=ranks.tensor,
