@@ -272,7 +272,9 @@ def describe_added_offsets(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     """Yield notes about tensors to which an offset is added."""
     read = (mapped.sources[0] for mapped in tensors)
     offset_counts = Counter(
-        (mapped.logical.partition(".")[0], mapped.offset) for mapped in read if mapped.offset
+        (mapped.logical.partition(".")[0], mapped.offset)
+        for mapped in read
+        if mapped.offset and not is_computed(mapped.key)
     )
     for (name, offset), count in offset_counts.items():
         verb = "added to" if offset > 0 else "subtracted from"

@@ -292,7 +292,7 @@ class _TensorMapper:
             list(self._iterate_tensors())
         )
         self._note_drops()
-        self._note_ignored()
+        self._note_unused()
         tensors = self._remove_duplicates(tensors)
         require_filled_targets(tensors)
         rules = () if self.partial else self.family.drops
@@ -489,18 +489,21 @@ class _TensorMapper:
         read = SourceTensor(source_key, shape, label, fill.value)
         yield MappedTensor((read,), (TargetTensor(key, strided),))
 
-    def _note_ignored(self) -> None:
-        """Record the tensors and parts of tensors that the model does not use."""
-        layers: dict[Fill, list[IndexValues]] = {}
+    def _note_unused(self) -> None:
+        """Record tensors that the model does not use, which are created or not read."""
         for (name, values), fill in self.ignored.items():
-            layers.setdefault(fill, []).append(values)
-            (key,) = self.source.matched.keys[name, values].values()
             if self.source.layout.leaves[name].part is None:
+                (key,) = self.source.matched.keys[name, values].values()
                 self.notes.explain("dropped", {key: fill.reason})
-        for fill, places in layers.items():
-            numbers = ", ".join(str(values[-1]) for values in sorted(places))
-            layer = "layers" if len(places) > 1 else "layer"
-            self.notes.add(f"`{fill.tensor}` of {layer} {numbers} is not read: {fill.reason}")
+        parts = {s: f for s, f in self.ignored.items() if self.source.layout.leaves[s[0]].part}
+        for slots, verb in ((self.fills, "created"), (parts, "not read")):
+            layers: dict[Fill, list[int]] = {}
+            for (_, values), fill in slots.items():
+                layers.setdefault(fill, []).append(values[-1])
+            for fill, numbers in layers.items():
+                noun = "layers" if len(numbers) > 1 else "layer"
+                listed = ", ".join(map(str, sorted(numbers)))
+                self.notes.add(f"`{fill.tensor}` of {noun} {listed} is {verb}: {fill.reason}")
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
         """Append a source of zeros to *reads* if targets in *writes* are padded."""
