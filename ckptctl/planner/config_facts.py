@@ -335,13 +335,13 @@ def read_layer_lists(family: Family, config: Json | None) -> dict[str, list[int]
 def _read_word_numbers(word: LayerWord, layer_types: object) -> list[int]:
     number_by_kind = {kind: number for number, kinds in enumerate(word.kinds) for kind in kinds}
     values = layer_types if isinstance(layer_types, list) else [layer_types]
-    unknown = [kind for kind in values if kind not in number_by_kind]
+    unknown = [kind for kind in values if str(kind) not in number_by_kind]
     if unknown or values is not layer_types:
         raise MappingError(
             f"`{word.fact}` is not a list of known layer types",
             why=f"known: {', '.join(number_by_kind)}; it contains {unknown[:1] or layer_types!r}",
         )
-    return [number_by_kind[kind] for kind in values]
+    return [number_by_kind[str(kind)] for kind in values]
 
 
 def read_layer_sizes(family: Family, config: Json, layer: int, total: int) -> dict[str, int]:

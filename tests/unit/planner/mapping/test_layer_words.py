@@ -7,12 +7,12 @@ from ckptctl.families import family
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import read_layer_lists, read_layer_sizes
 from ckptctl.planner.mapping.matching import match_keys
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.contract.tables import moved, numbered
 
 GEMMA = family("gemma4_text")
 SLIDING, FULL = "sliding_attention", "full_attention"
-CONFIG = {
+CONFIG: dict[str, object] = {
     "model_type": "gemma4_text",
     "hidden_size": 3,
     "intermediate_size": 7,
@@ -58,7 +58,13 @@ def hf_shapes() -> dict[str, tuple[int, ...]]:
     return found
 
 
-def change(source, target, shapes, config=CONFIG, **options):
+def change(
+    source: str,
+    target: str,
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, object] = CONFIG,
+) -> LayoutChange:
+    """Map a model as the command does, which reads all from config.json."""
     matched = match_keys(GEMMA, GEMMA.get_layout(source), shapes)
     return map_tensors(
         GEMMA,
@@ -70,7 +76,6 @@ def change(source, target, shapes, config=CONFIG, **options):
         matched=matched,
         required=find_required_tensors(GEMMA, config, matched),
         layer_sizes=[read_layer_sizes(GEMMA, config, layer, 3) for layer in range(3)],
-        **options,
     )
 
 
@@ -92,7 +97,7 @@ def test_kind_of_layer_determines_names_and_sizes() -> None:
     }
 
 
-def test_unused_parts_are_copies_or_zeros() -> None:
+def test_unused_parts_are_copies_or_zeros():
     shapes = hf_shapes()
     values = {key: array + 1 for key, array in numbered(shapes).items()}
     found = moved(change("hf", "mcore", shapes), values)
@@ -114,7 +119,7 @@ def test_unused_parts_are_not_read_and_noted() -> None:
 
 
 @pytest.mark.parametrize("kinds", [None, [SLIDING, FULL]])
-def test_parts_are_read_if_config_does_not_list_all_layers(kinds) -> None:
+def test_parts_are_read_if_config_does_not_list_all_layers(kinds: list[str] | None) -> None:
     config = {name: value for name, value in CONFIG.items() if name != "layer_types"}
     config |= {"layer_types": kinds} if kinds else {}
     found = change("mcore", "hf", mcore_shapes(), config)
@@ -123,7 +128,7 @@ def test_parts_are_read_if_config_does_not_list_all_layers(kinds) -> None:
 
 
 @pytest.mark.parametrize("kinds", [None, [SLIDING, FULL]])
-def test_names_without_kinds_of_layers_are_an_error(kinds) -> None:
+def test_names_without_kinds_of_layers_are_an_error(kinds: list[str] | None) -> None:
     config = {name: value for name, value in CONFIG.items() if name != "layer_types"}
     config |= {"layer_types": kinds} if kinds else {}
     with pytest.raises(MappingError, match="requires the kind of every layer"):
