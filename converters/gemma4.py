@@ -3,16 +3,17 @@
 The text model is that of ``gemma4_text`` under another prefix. Either tower may be missing. Linear
 layers of a tower may clip inputs and outputs, with four bounds each. The in-memory names of
 transformers are the names in files. mlx-vlm has channels-last convolutions. mlx-lm only has the
-text model.
+text model. Megatron-Bridge's dense model (``mcore``) contains the towers of transformers.
 
-Sources: transformers' ``modeling_gemma4.py``, mlx-lm's ``gemma4.py``, mlx-vlm's ``models/gemma4``.
+Sources: transformers' ``modeling_gemma4.py``, mlx-lm's ``gemma4.py``, mlx-vlm's ``models/gemma4``,
+Megatron-Bridge's ``gemma4_vl_bridge.py`` and ``modeling_gemma4_vl.py`` (0.6, ``mcore``).
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import CHOSEN, PRESENT, Demand, Family
 
-from . import _proofs, gemma4_text
+from . import _megatron, _proofs, gemma4_text
 
 VISION = """
 vision_patch?vision     vd pp      patch_embedder.input_proj.weight
@@ -105,7 +106,7 @@ VISION_CLIPS, AUDIO_CLIPS = (
 )
 
 EMBEDDERS = """
-logical                  axes  hf: model.                                mlx
+logical                  axes  hf: model.                                mlx, mcore
 vision_projector?vision  d vd  embed_vision.embedding_projection.weight  embed_vision.embedding_projection.weight
 audio_projector?audio    d ao  embed_audio.embedding_projection.weight   embed_audio.embedding_projection.weight
 """  # noqa: E501
@@ -143,6 +144,19 @@ MLX = (
     MLX_OUTPUT,
 )
 
+MCORE = (
+    "logical  axes  mcore: vision_tower." + VISION,
+    "logical  axes  mcore: vision_tower.encoder.layers.{j}." + VISION_LAYER + VISION_CLIPS,
+    "logical  axes  mcore: audio_tower." + AUDIO,
+    "logical  axes  mcore: audio_tower.layers.{n}." + AUDIO_LAYER + AUDIO_CLIPS,
+    *_megatron.put_under(
+        "language_model.",
+        gemma4_text.MCORE_AROUND,
+        gemma4_text.MCORE_ATTENTION,
+        gemma4_text.MCORE_LAYER,
+    ),
+)
+
 FAMILY: Family = replace(
     gemma4_text.FAMILY,
     name="gemma4",
@@ -158,15 +172,13 @@ FAMILY: Family = replace(
         "logical  axes  hf: model.language_model." + gemma4_text.NORM,
         gemma4_text.OUTPUT,
         *MLX,
+        *MCORE,
     ),
-    layouts=("hf", "mlx"),
+    layouts=("hf", "mlx", "mcore"),
     like={"mlx": ""},
     architecture="Gemma4ForConditionalGeneration",
     constants={"one": 1, "two": 2},
-    composite={},
-    free=("e", "f"),
-    layer_words=(),
-    fills=(),
+    layer_words=tuple(one.with_prefix("text_config") for one in gemma4_text.LAYER_WORDS),
     demands=(
         *(demand.with_prefix("text_config") for demand in gemma4_text.DEMANDS),
         Demand(("vision",), {"vision_config": PRESENT}),
@@ -191,7 +203,11 @@ FAMILY: Family = replace(
         "taps": ("audio_config.conv_kernel_size", ""),
         "n": ("audio_config.num_hidden_layers", ""),
     },
-    proofs=_proofs.get_proofs("hf", "mlx", mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"),
+    proofs=_proofs.get_proofs(
+        *("hf", "mlx", "mcore"),
+        mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10",
+        mcore=_proofs.BRIDGE_06,
+    ),
     config_signs=({"model_type": "gemma4"},),
     tiny=dict(gemma4_text.FAMILY.tiny)
     | {"vd": 10, "vf": 14, "vp": 9, "pp": 15, "va": 6, "vk": 8, "ve": 3, "j": 2}

@@ -14,6 +14,7 @@ import yaml
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import load_file
+from transformers import Gemma4Config
 
 from tests.oracle import mcore_ranks as common
 from tests.oracle.mcore_bridge import stand_in_for_engine
@@ -67,7 +68,8 @@ def prove(
 def built(config: Mapping[str, Any], ranks: Ranks) -> Any:
     """Return this rank's part of the model that Bridge makes of *config*."""
     without_cuda()
-    provider = _bridge(config).provider_bridge(SimpleNamespace(config=SimpleNamespace(**config)))
+    bridge = _bridge(config)
+    provider = bridge.provider_bridge(SimpleNamespace(config=bridge.hf_config))
     options = {
         "params_dtype": torch.float32,
         "autocast_dtype": torch.float32,
@@ -85,14 +87,38 @@ def built(config: Mapping[str, Any], ranks: Ranks) -> Any:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks.tensor)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    model = provider.provide().eval()
-    model.output_layer.gather_output = True
+    model = provider.provide(pre_process=True, post_process=True).eval()
+    getattr(model, "language_model", model).output_layer.gather_output = True
     return model
 
 
+def load_seeing(rank: int, world: int, out: Path, config: Mapping[str, Any], folder: Path) -> None:
+    """Load *folder* into the model with towers, and save it: ``saved/``.
+
+    Writes ``listed.pt``, ``state.pt`` of the towers and ``logits.pt`` of text.
+    """
+    stand_in_for_engine()
+    model = built(config, Ranks())
+    common.load(model, folder)
+    torch.save(common.listed(model, "separate"), out / "listed.pt")
+    towers = {k: v for k, v in model.state_dict().items() if not k.startswith("language_model.")}
+    torch.save({k: v.clone() for k, v in towers.items() if v is not None}, out / "state.pt")
+    torch.save(common.logits(model.language_model), out / "logits.pt")
+    _save(model, out / "saved", "separate")
+
+
 def _bridge(config: Mapping[str, Any]) -> Any:
-    made = import_module(f"{MODELS}gemma.gemma4_bridge").Gemma4Bridge()
-    made.hf_config = SimpleNamespace(**config)
+    if "text_config" not in config:
+        made = import_module(f"{MODELS}gemma.gemma4_bridge").Gemma4Bridge()
+        made.hf_config = SimpleNamespace(**config)
+        return made
+    made = import_module(f"{MODELS}gemma_vl.gemma4_vl_bridge").Gemma4VLBridge()
+    described = Gemma4Config(**{k: v for k, v in config.items() if k != "text_config"})
+    made.hf_config = SimpleNamespace(
+        text_config=SimpleNamespace(**config["text_config"]),
+        vision_config=described.vision_config,
+        audio_config=described.audio_config,
+    )
     return made
 
 

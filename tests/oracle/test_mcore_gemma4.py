@@ -14,13 +14,14 @@ from packaging.version import Version
 
 import ckptctl
 from ckptctl.errors import CkptError
+from tests.checkpoints.readers import differences, load_any_reference
 from tests.oracle.mcore_install import run_on_megatron_ranks
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
 from tests.oracle.mcore_models import Ranks
-from tests.oracle.models import TOLERANCE, distance
+from tests.oracle.models import TOLERANCE, distance, tokens
 from tests.oracle.tiny import TINY
 
 pytestmark = [
@@ -30,7 +31,7 @@ pytestmark = [
         importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
     ),
 ]
-JOB = "tests.oracle.mcore_gemma4_ranks:prove"
+JOBS = "tests.oracle.mcore_gemma4_ranks:"
 DIVISIONS = {
     "gemma4_text": (Ranks(), Ranks(2)),
     "gemma4_text.large": (Ranks(),),  # one key head in layers with full attention
@@ -83,15 +84,20 @@ def published(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=DIVISIONS)
-def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
-    """Write a model of transformers for Bridge, and have its ranks load, run and save it."""
+def require_bridge() -> None:
+    """Skip the test if there is no Megatron-Bridge with a model of Gemma 4."""
     try:
         version = Version(metadata.version("megatron-bridge"))
     except metadata.PackageNotFoundError:
         pytest.skip("megatron-bridge is not installed")
     if version < Version("0.6"):
         pytest.skip(f"megatron-bridge {version} is installed, 0.6 is needed")
+
+
+@pytest.fixture(scope="module", params=DIVISIONS)
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    """Write a model of transformers for Bridge, and have its ranks load, run and save it."""
+    require_bridge()
     name = request.param
     folder = tmp_path_factory.mktemp(name)
     model = hf_models.random_model(TINY[name]())
@@ -100,7 +106,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ckptctl.convert(folder / "hf", folder / "mcore", to="mcore")
     worlds = sorted({ranks.world for ranks in DIVISIONS[name]})
     arguments = (config, DIVISIONS[name], folder / "mcore")
-    run_on_megatron_ranks(JOB, worlds, folder, *arguments, timeout=240)
+    run_on_megatron_ranks(f"{JOBS}prove", worlds, folder, *arguments, timeout=240)
     return Proof(name, config, folder, hf_models.logits(model))
 
 
@@ -183,3 +189,36 @@ def test_config_with_other_layer_types_is_an_error(proof: Proof, tmp_path: Path)
     source = proof.folder / f"saved-separate-{Ranks()}"
     with pytest.raises(CkptError):
         ckptctl.convert(source, tmp_path / "out", to="hf", assets=tmp_path / "assets")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4.large"])
+def test_model_with_towers_converts_to_bridge_and_back(name: str, tmp_path: Path) -> None:
+    require_bridge()
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    model = hf_models.random_model(TINY[name]())
+    source = hf_models.save(model, tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"] = published(config["text_config"])
+    ckptctl.convert(source, tmp_path / "mcore", to="mcore")
+    job = f"{JOBS}load_seeing"
+    run_on_megatron_ranks(job, [1], tmp_path, config, tmp_path / "mcore", timeout=240)
+
+    folder = tmp_path / "mcore/release"
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {key: tuple(value.size) for key, value in saved.items() if hasattr(value, "size")}
+    assert found == torch.load(tmp_path / "listed.pt", weights_only=True)
+
+    expected = load_any_reference(source)
+    towers = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert len(towers) > 20
+    assert not differences(towers, {key: expected[f"model.{key}"] for key in towers})
+
+    ids = tokens()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+    text = torch.load(tmp_path / "logits.pt", weights_only=True)[..., : logits.shape[-1]]
+    assert distance(text, logits[..., : text.shape[-1]]) <= TOLERANCE * float(logits.abs().max())
+
+    ckptctl.convert(tmp_path / "saved", tmp_path / "back", to="hf", assets=source)
+    assert not differences(load_any_reference(tmp_path / "back"), expected)
