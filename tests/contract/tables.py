@@ -12,7 +12,12 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.families import load_families
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, compose_tensors
-from ckptctl.planner.mapping.matching import format_key, iterate_spread_positions, list_index_values
+from ckptctl.planner.mapping.matching import (
+    Slot,
+    format_key,
+    iterate_spread_positions,
+    list_index_values,
+)
 from ckptctl.planner.mapping.numbering import compute_numbering
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
@@ -67,7 +72,7 @@ def tiny(
     sizes, table = tiny_sizes(family), family.get_layout(layout)
     tied = family.tied if tied is None else tied
     gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
-    needed = {fill.tensor for fill in family.fills if fill.layout == layout}
+    needed = {fill.tensor for fill in family.fills}
     layers = layers_of(family, sizes)
     numbering = compute_numbering(family, layout, sizes, tiny_lists(family, sizes))
     found: dict[str, tuple[int, ...]] = {}
@@ -110,6 +115,17 @@ def tiny_lists(family: Family, sizes: Mapping[str, int]) -> dict[str, list[int]]
         for word in family.layer_words
     }
     return inserted | words
+
+
+def filled_slots(family: Family) -> list[Slot]:
+    """The tensors that some layout fills, in all layers: a config may say that each uses them."""
+    names = {fill.tensor for fill in family.fills}
+    return [
+        (name, values)
+        for name, tensor in family.tensors.items()
+        if name.partition(".")[0] in names
+        for values in list_index_values(tensor, tiny_sizes(family))
+    ]
 
 
 def mapped(family, source, target, shapes):

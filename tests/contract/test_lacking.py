@@ -31,7 +31,16 @@ from ckptctl.runs.health import check_health
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, message, place, refused
-from tests.contract.tables import ALL, FAMILIES, PAIRS, direct, from_first, tiny, tiny_lists
+from tests.contract.tables import (
+    ALL,
+    FAMILIES,
+    PAIRS,
+    direct,
+    filled_slots,
+    from_first,
+    tiny,
+    tiny_lists,
+)
 from tests.contract.test_docs import on_a_terminal
 from tests.runs import START, age, tear
 from tests.sweeps import one_in
@@ -46,6 +55,8 @@ SOME = 3
 def mapped(name, source, target, shapes, **options):
     family = FAMILIES[name]
     lists = tiny_lists(family, family.tiny)
+    if family.fills:  # only a config says which layers need them
+        options = {"required": filled_slots(family), "layer_sizes": (), **options}
     return map_tensors(family, source, target, shapes, family.tiny, lists=lists, **options)
 
 
