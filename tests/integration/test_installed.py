@@ -112,10 +112,10 @@ def test_foreign_converters_folder_is_not_imported(places: dict[str, Path], tmp_
 def test_installed_command_outputs_its_json_schema(
     name: str, line: Line, places: dict[str, Path], tmp_path: Path
 ) -> None:
-    done = command(tmp_path, name, *arguments(line, places, tmp_path), "--json")
+    done = command(tmp_path, *name.split(), *arguments(line, places, tmp_path), "--json")
     assert done.returncode == line.code, done.stderr
     document = json.loads(done.stdout)
-    assert document["schema"] == f"ckptctl.{name}/1"
+    assert document["schema"] == f"ckptctl.{name.replace(' ', '-')}/1"
     assert document["ckptctl"] == ckptctl.__version__
 
 
@@ -132,8 +132,8 @@ def test_installed_report_page_contains_styles_and_scripts(
 
 def test_installed_schema_command_lists_every_schema(tmp_path: Path) -> None:
     done = command(tmp_path, "schema", "-q")
-    assert done.stdout.split() == list(schemas.get_documents_by_name())
-    assert {*LINES, "error"} == {*done.stdout.split()}
+    assert done.stdout.splitlines() == list(schemas.get_documents_by_name())
+    assert {*LINES, "error"} == {*done.stdout.splitlines()}
     shown = json.loads(command(tmp_path, "schema", "prune").stdout)
     assert shown["title"] == "ckptctl.prune/1"
 
