@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import CHOSEN, PRESENT, Demand, Family
 
-from . import _megatron, _proofs, gemma4_text
+from . import _llm_compressor, _megatron, _proofs, gemma4_text
 
 VISION = """
 vision_patch?vision     vd pp      patch_embedder.input_proj.weight
@@ -170,11 +170,12 @@ FAMILY: Family = replace(
         "logical  axes  hf: model.language_model." + EMBED,
         "logical  axes  hf: model.language_model.layers.{i}." + LAYER,
         "logical  axes  hf: model.language_model." + gemma4_text.NORM,
+        _llm_compressor.build_table("model.language_model.layers.{i}.experts"),
         gemma4_text.OUTPUT,
         *MLX,
         *MCORE,
     ),
-    layouts=("hf", "mlx", "mcore"),
+    layouts=("hf", "llm-compressor", "mlx", "mcore"),
     like={"mlx": ""},
     architecture="Gemma4ForConditionalGeneration",
     constants={"one": 1, "two": 2},
@@ -204,7 +205,7 @@ FAMILY: Family = replace(
         "n": ("audio_config.num_hidden_layers", ""),
     },
     proofs=_proofs.get_proofs(
-        *("hf", "mlx", "mcore"),
+        *("hf", "llm-compressor", "mlx", "mcore"),
         mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10",
         mcore=_proofs.BRIDGE_06,
     ),

@@ -25,7 +25,7 @@ from ckptctl.planner.layouts import (
     Tie,
 )
 
-from . import _proofs
+from . import _llm_compressor, _proofs
 
 EMBED = """
 embed  v d  embed_tokens.weight
@@ -167,7 +167,7 @@ LAYER_WORDS = (LayerWord("kind", "layer_types", (("sliding_attention",), ("full_
 FAMILY = Family(
     name="gemma4_text",
     title="Gemma 4, text only",
-    layouts=("hf", "mlx", "mcore"),
+    layouts=("hf", "llm-compressor", "mlx", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED + PLE_EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER + PLE + EXPERTS,
@@ -177,6 +177,7 @@ FAMILY = Family(
         MCORE_AROUND,
         MCORE_ATTENTION,
         MCORE_LAYER,
+        _llm_compressor.build_table("model.layers.{i}.experts"),
     ),
     architecture="Gemma4ForCausalLM",
     ties=(Tie("output", of="embed"),),
@@ -198,7 +199,7 @@ FAMILY = Family(
         "m": ("moe_intermediate_size", ""),
         "pv": ("vocab_size_per_layer_input", ""),
     },
-    proofs=_proofs.get_proofs("hf", "mlx", "mcore", mcore=_proofs.BRIDGE_06),
+    proofs=_proofs.get_proofs("hf", "llm-compressor", "mlx", "mcore", mcore=_proofs.BRIDGE_06),
     config_signs=({"model_type": "gemma4_text"}, {"model_type": "gemma4_unified_text"}),
     tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, x=3, m=10, pv=18, pa=14, pd=7, i=2),
 )

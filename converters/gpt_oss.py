@@ -129,7 +129,7 @@ FAMILY = Family(
         MCORE,
         mixtral.MCORE_LOCAL,
     ),
-    like={"llm-compressor": "hf", "mcore-local": "mcore"},
+    like={"mcore-local": "mcore"},
     architecture="GptOssForCausalLM",
     drops=(
         Drop(

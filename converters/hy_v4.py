@@ -1,13 +1,14 @@
 """Hunyuan 4: latent attention on indexed tokens with gates and sinks, hyper-connections, experts.
 
-========  ======================================================================================
-layout    where it is found
-========  ======================================================================================
-hf        on the Hub; transformers 5 reads it, without the MTP layer (``model.mtp_layers``)
-hf-v5     in-memory names of transformers 5
-hf-fresh  saved by transformers 5: ``hc_pre`` in another place, also if there is no head; gates
-          called ``linear_gate``
-========  ======================================================================================
+==============  ================================================================================
+layout          where it is found
+==============  ================================================================================
+hf              on the Hub; transformers 5 reads it, without the MTP layer (``model.mtp_layers``)
+hf-v5           in-memory names of transformers 5
+hf-fresh        saved by transformers 5: ``hc_pre`` in another place, also if there is no head;
+                gates called ``linear_gate``
+llm-compressor  llm-compressor, with a linear layer per projection of an expert
+==============  ================================================================================
 
 Layers without an indexer reuse the tokens of the layer before. ``indexer_types`` lists them.
 
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import _hf, _proofs, deepseek_v32, glm_moe_dsa
+from . import _hf, _llm_compressor, _proofs, deepseek_v32, glm_moe_dsa
 
 LAYER = """
 logical          axes       hf: model.layers.{i}.
@@ -87,7 +88,7 @@ FAMILY: Family = replace(
     name="hy_v4",
     title="Hunyuan 4",
     aliases=("hunyuan_v4",),
-    layouts=("hf", "hf-v5", "hf-fresh"),
+    layouts=("hf", "hf-v5", "hf-fresh", "llm-compressor"),
     tables=(
         _hf.BEFORE,
         LAYER,
@@ -97,6 +98,8 @@ FAMILY: Family = replace(
         MTP,
         LAYER.replace(*IN_MTP),
         glm_moe_dsa.MTP_INDEXER.replace("model.layers.{j}.", "model.mtp_layers.{j}."),
+        _llm_compressor.build_table("model.layers.{i}.mlp.experts"),
+        _llm_compressor.build_table("model.mtp_layers.{j}.mlp.experts"),
         AFTER,
         _hf.AFTER,
     ),
@@ -122,7 +125,7 @@ FAMILY: Family = replace(
         ("hd", "hc_mult * hidden_size"),
     ),
     sizes=dict(deepseek_v32.FAMILY.sizes) | {"hm": ("hc_mult", "")},
-    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "hf-fresh", "llm-compressor"),
     config_signs=({"model_type": "hy_v4"},),
     tiny=dict(deepseek_v32.FAMILY.tiny, hm=18, hd=34, hx=15),
 )

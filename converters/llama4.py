@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
 
-from . import _proofs, llama4_text
+from . import _llm_compressor, _proofs, llama4_text
 
 VISION = """
 logical            axes              hf: vision_model.             meta: vision_embeddings.vision_encoder.  torchtune: encoders.vision.clip.
@@ -84,7 +84,7 @@ FAMILY: Family = replace(
     name="llama4",
     title="Llama 4 Scout, Maverick",
     aliases=("llama4_scout", "llama4_maverick", "llama_guard_4"),
-    layouts=("hf", "meta", "torchtune"),
+    layouts=("hf", "llm-compressor", "meta", "torchtune"),
     tables=(
         VISION,
         VISION_LAYER,
@@ -96,6 +96,7 @@ FAMILY: Family = replace(
         "logical  axes  hf: language_model.  meta" + llama4_text.OUTPUT,
         TUNE_LAYER,
         TUNE,
+        _llm_compressor.build_table("language_model.model.layers.{i}.feed_forward.experts"),
     ),
     architecture="Llama4ForConditionalGeneration",
     drops=(
@@ -136,5 +137,5 @@ FAMILY: Family = replace(
     tiny=dict(llama4_text.FAMILY.tiny)
     | {"vd": 20, "vh": 4, "ve": 6, "vf": 12, "vc": 3, "ph": 2, "pw": 5, "vp": 9}
     | {"va": 16, "vs": 14, "vo": 10, "j": 2},
-    proofs=_proofs.get_proofs("hf", "meta"),
+    proofs=_proofs.get_proofs("hf", "llm-compressor", "meta"),
 )

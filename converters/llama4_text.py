@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Fact, Family, LayerKind, ParamsStyle, Tie
 
-from . import _proofs
+from . import _llm_compressor, _proofs
 
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
@@ -116,7 +116,7 @@ META_DROPS = (
 FAMILY = Family(
     name="llama4_text",
     title="Llama 4, text only",
-    layouts=("hf", "meta", "torchtitan@0.2"),
+    layouts=("hf", "llm-compressor", "meta", "torchtitan@0.2"),
     tables=(
         "logical  axes  hf: model.  meta" + EMBED,
         "logical  axes  hf: model.layers.{i}.  meta: layers.{i}." + LAYER,
@@ -124,6 +124,7 @@ FAMILY = Family(
         "logical  axes  hf  meta" + OUTPUT,
         TITAN_LAYER,
         TITAN,
+        _llm_compressor.build_table("model.layers.{i}.feed_forward.experts"),
     ),
     architecture="Llama4ForCausalLM",
     drops=(
@@ -160,6 +161,6 @@ FAMILY = Family(
     params_signs=({"moe_args": PRESENT},),
     params=STYLE,
     presets=(({"use_scaled_rope": True}, {"rope_scaling": SCALED}),),
-    proofs=_proofs.get_proofs("hf", "meta", "torchtitan@0.2"),
+    proofs=_proofs.get_proofs("hf", "llm-compressor", "meta", "torchtitan@0.2"),
     tiny=dict(v=24, d=20, f=12, m=8, s=8, h=8, k=4, e=6, x=4, i=4),
 )

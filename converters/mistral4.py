@@ -11,7 +11,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, get_facts
 
-from . import _proofs, deepseek_v2, mistral, mixtral, qwen2_moe
+from . import _llm_compressor, _proofs, deepseek_v2, mistral, mixtral, qwen2_moe
 
 LAYER = """
 logical                   axes       hf: model.layers.{i}.                mistral: layers.{i}.
@@ -86,10 +86,11 @@ FAMILY = Family(
     name="mistral4",
     title="Mistral Small 4 (text)",
     aliases=("mistral_4",),
-    layouts=("hf", "mistral", "mlx", "mcore", "mcore-local"),
+    layouts=("hf", "llm-compressor", "mistral", "mlx", "mcore", "mcore-local"),
     tables=(
         mixtral.BEFORE,
         LAYER,
+        _llm_compressor.build_table("model.layers.{i}.mlp.experts"),
         MLX,
         mixtral.AFTER,
         *qwen2_moe.MCORE_ENDS,
@@ -106,7 +107,7 @@ FAMILY = Family(
     sizes=SIZES,
     formulas=deepseek_v2.FAMILY.formulas,
     kinds=deepseek_v2.FAMILY.kinds,
-    proofs=_proofs.get_proofs("hf", "mlx", "mcore", "mcore-local"),
+    proofs=_proofs.get_proofs("hf", "llm-compressor", "mlx", "mcore", "mcore-local"),
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": None},),

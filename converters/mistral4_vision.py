@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie
 
-from . import _proofs, mistral3, mistral4, pixtral
+from . import _llm_compressor, _proofs, mistral3, mistral4, pixtral
 
 PLAIN = "hf: model.layers"
 
@@ -23,7 +23,7 @@ FAMILY: Family = replace(
     title="Mistral Small 4",
     aliases=("mistral_small_4",),
     refines="mistral3",
-    layouts=("hf", "hf-v5", "mistral"),
+    layouts=("hf", "hf-v5", "llm-compressor", "mistral"),
     tables=(
         pixtral.PATCHES,
         pixtral.VISION,
@@ -32,6 +32,7 @@ FAMILY: Family = replace(
         pixtral.BEFORE,
         mistral4.LAYER.replace(PLAIN, "hf: language_model.model.layers"),
         mistral4.LAYER.replace(PLAIN, "hf-v5: model.language_model.layers"),
+        _llm_compressor.build_table("language_model.model.layers.{i}.mlp.experts"),
         pixtral.AFTER,
     ),
     architecture="Mistral3ForConditionalGeneration",
@@ -49,7 +50,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], n[1]) for axis, n in mistral4.SIZES.items()},
         **{axis: n for axis, n in pixtral.FAMILY.sizes.items() if axis not in (*"vdfhkei",)},
     },
-    proofs=_proofs.get_proofs("hf", "hf-v5"),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "llm-compressor"),
     config_signs=({"model_type": "mistral3", "text_config.model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": PRESENT},),
     params=STYLE,

@@ -12,7 +12,18 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _megatron, _proofs, llama2, qwen2, qwen2_moe, qwen3, qwen3_5_text, qwen3_moe, qwen3_vl
+from . import (
+    _llm_compressor,
+    _megatron,
+    _proofs,
+    llama2,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_5_text,
+    qwen3_moe,
+    qwen3_vl,
+)
 
 FEED_FORWARD = """
 w1@dense       f d    mlp.gate_proj.weight
@@ -49,12 +60,13 @@ FAMILY: Family = replace(
     name="qwen3_vl_moe",
     title="Qwen 3 VL MoE",
     aliases=(),
-    layouts=("hf", "hf-v5", "mlx", "mcore"),
+    layouts=("hf", "hf-v5", "llm-compressor", "mlx", "mcore"),
     tables=(
         *qwen3_vl.VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
         "logical  axes  hf: model.language_model.layers.{i}." + qwen3_vl.ATTENTION + FEED_FORWARD,
         HF_V5,
+        _llm_compressor.build_table("model.language_model.layers.{i}.mlp.experts"),
         "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
         *qwen3_vl.MLX_VISUAL,
@@ -76,7 +88,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_moe.FAMILY.sizes.items()},
         **qwen3_vl.VISION_SIZES,
     },
-    proofs=_proofs.get_proofs("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
+    proofs=_proofs.get_proofs("hf", "hf-v5", "llm-compressor", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "qwen3_vl_moe"},),
     megatron=_megatron.QWEN3_VL_MOE,

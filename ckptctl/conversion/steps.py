@@ -90,6 +90,7 @@ BUILT_IN = (
         "experts=stacked",
     ),
     Step("experts-apart", "model", 10, _defer_import("numerics.repacking:choose_layout"), "repack"),
+    Step("keep-layout", "model", 15, _defer_import("numerics.dequantizing:keep_separate_experts")),
     Step("fill", "model", 20, _defer_import("adapters.filling:fill_from_base"), "fill_from"),
     Step(
         "compare-facts", "selection", 10, _defer_import("facts.config_files:compare_descriptions")

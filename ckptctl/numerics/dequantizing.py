@@ -41,6 +41,7 @@ from ckptctl.numerics.quantized import (
     require_paired_scales,
     survey_leniently,
 )
+from ckptctl.planner.layouts import HF, LLM_COMPRESSOR
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -88,6 +89,21 @@ def strip_quantization_configs(assets: Assets) -> Assets:
 
 
 # ------------------------------------------------------------------------- weights and scales
+
+
+def keep_separate_experts(draft: Draft) -> Draft:
+    """Keep the layout of a quantized source with separate experts, unless options set another.
+
+    The layout of the output format has stacks, which could not store the scales.
+    """
+    options, layout = draft.options, draft.model.layout
+    if layout != LLM_COMPRESSOR or options.to_layout or draft.layout != HF:
+        return draft
+    if options.dequantize or options.repack:
+        return draft
+    if not find_quantized_tensors(draft.catalog):
+        return draft
+    return replace(draft, options=replace(options, to_layout=layout))
 
 
 def check_scales_kept(draft: Draft) -> Draft:

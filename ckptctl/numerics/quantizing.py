@@ -152,7 +152,7 @@ def _note_stacked_experts(
             if recipe.stack_multiples
             else "vLLM reads these stacks of quantized experts, but transformers does not"
         )
-        yield "; ".join((note, *_unstack_hints(change.family, recipe)))
+        yield "; ".join((note, *_unstack_hints(change.family, recipe, is_split=False)))
 
 
 def _note_split_experts(
@@ -332,8 +332,8 @@ def _require_readable_stack(
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
     is_split = _is_split_into_experts(tensor, recipe, role)
-    if is_split and not any(_unstack_hints(family, recipe)):
-        return  # no layout has per-expert weights
+    if is_split and not any(_unstack_hints(family, recipe, is_split=True)):
+        return  # no layout of transformers has per-expert weights
     is_read = role == "stacked" and family is not None and recipe.name in family.stack_schemes
     if is_split or not (recipe.stack_multiples or is_read):
         why = f"programs that read {recipe.name} require per-expert weights"
@@ -350,21 +350,26 @@ def _require_readable_stack(
         "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
         why=f"the shape is {list(shape)}; {why}",
-        hint=", or ".join((*_unstack_hints(family, recipe), _skip_hint())),
+        hint=", or ".join((*_unstack_hints(family, recipe, is_split=is_split), _skip_hint())),
     )
 
 
-def _unstack_hints(family: Family | None, recipe: Recipe) -> Iterator[str]:
-    """Yield a hint on the option that unstacks experts, if the family has such a layout."""
+def _unstack_hints(family: Family | None, recipe: Recipe, *, is_split: bool) -> Iterator[str]:
+    """Yield a hint on the option that unstacks experts, if the family has such a layout.
+
+    Stacks that are split get the names of :data:`LLM_COMPRESSOR` without an option.
+    """
     for name in family.layouts if family else ():
         if (
             family
             and _is_readable(name, recipe)
+            and not (is_split and name == LLM_COMPRESSOR)
             and not TensorRoles(family, family.get_layout(name)).has_stacked_experts
         ):
             yield f"pass {format_option(f'--to-layout {name}')} to write per-expert weights"
             return
-    if family and LLM_COMPRESSOR in family.layouts and not recipe.is_compressed_tensors:
+    is_separable = family is not None and LLM_COMPRESSOR in family.layouts
+    if is_separable and not (is_split or recipe.is_compressed_tensors):
         options = format_option(f"--to-layout {LLM_COMPRESSOR}", "--quantize fp8-channel")
         yield f"pass {options} to write per-expert weights"
 

@@ -168,11 +168,15 @@ def prepare_repacking(draft: Draft) -> Draft:
 
 
 def choose_layout(draft: Draft) -> Draft:
-    """Choose the layout with per-expert weights, unless ``--to-layout`` names one."""
+    """Choose the layout with per-expert weights, unless ``--to-layout`` names one.
+
+    Only families whose tables have quantized stacks need it. Other stacks are not repacked.
+    """
     options, model = draft.options, draft.model
     if options.repack != COMPRESSED_TENSORS or options.to_layout or model.model_type is None:
         return draft
-    if draft.layout != HF or LLM_COMPRESSOR not in families.family(model.model_type).layouts:
+    family = families.family(model.model_type)
+    if draft.layout != HF or LLM_COMPRESSOR not in family.layouts or not family.quantized:
         return draft
     draft.notes.add(
         f"experts are stored one by one (layout {LLM_COMPRESSOR}), because "

@@ -112,11 +112,12 @@ _BASE_SUFFIX = "-base"
 MLX = "mlx"
 LLM_COMPRESSOR = "llm-compressor"
 """Layout in which llm-compressor stores models whose experts it separates into linear layers."""
-INHERITED_LAYOUTS: Mapping[str, str] = {MLX: HF}
+INHERITED_LAYOUTS: Mapping[str, str] = {MLX: HF, LLM_COMPRESSOR: HF}
 """Layouts that inherit the cells of another layout unless a table of the family overrides them.
 
 mlx-lm uses the names of transformers with a few changes (``sanitize`` in ``mlx_lm/models``). For
 example, it stacks experts, and stores the kernel dimension of a convolution before the channels.
+llm-compressor changes only the names of experts.
 """
 
 _KEY_PART = re.compile(r"[^\s.,:#{}=|]+")

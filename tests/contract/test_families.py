@@ -5,7 +5,9 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import list_model_types
+from ckptctl.numerics.quantization.linear_weights import EXPERT_LAYERS_BY_STACK, TensorRoles
 from ckptctl.planner.axes import AxisSizes
+from ckptctl.planner.layouts import HF, LLM_COMPRESSOR
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import list_index_values
 from ckptctl.planner.model_parallel import split_tensor
@@ -28,6 +30,9 @@ from tests.sweeps import one_in
 
 DIVIDED = [pair for pair in ALL if not pair[1].startswith("mcore")]
 """Layouts whose tensors ranks may divide: no parts of them take turns."""
+
+SHOWN_BY_CONFIG = {("mistral4", LLM_COMPRESSOR)}
+"""Layouts with the keys in which another family is published: those of DeepSeek-V2."""
 
 
 @pytest.mark.parametrize("name", list_model_types())
@@ -117,9 +122,16 @@ def test_model_family_and_layout_are_detected_from_keys(name, layout):
     family = FAMILIES[name]
     found = detect_layouts(tiny(family, layout), FAMILIES)
     assert all(c.is_exact for c in found)
-    if family.shown_by is not None and all(c.family != name for c in found):
+    needs_config = family.shown_by is not None or (name, layout) in SHOWN_BY_CONFIG
+    if needs_config and all(c.family != name for c in found):
         found = detect_layouts(tiny(family, layout), FAMILIES, dict(family.config_signs[0]))
     assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
+
+
+def test_separate_experts_do_not_make_published_keys_ambiguous():
+    """Mistral 4 has the keys of DeepSeek-V2 if its experts are separate."""
+    found = detect_layouts(tiny(FAMILIES["deepseek_v2"], HF), FAMILIES)
+    assert {c.family for c in found} == {"deepseek_v2"}
 
 
 @pytest.mark.parametrize("layout", FAMILIES["deepseek_v3"].layouts)
@@ -157,3 +169,24 @@ def test_optional_tensors_without_target_are_refused(name, source, target):
     else:
         found = mapped(family, source, target, before)
         assert set(stored_shapes(found.tensors)) <= set(after)
+
+
+@pytest.mark.parametrize("name", list_model_types())
+def test_stacks_that_quantization_splits_have_layout_by_expert(name):
+    """Otherwise, no command knows the experts that ``--quantize`` writes."""
+    family = FAMILIES[name]
+    saved = [one for one in family.layouts if one == HF or one.startswith(f"{HF}-")]
+    if not all(TensorRoles(family, family.get_layout(one)).has_stacked_experts for one in saved):
+        return
+    table = family.get_layout(HF)
+    roles = TensorRoles(family, table)
+    for stored in table.stored:
+        key = stored.template.format_key(dict.fromkeys(stored.template.indices, 0))
+        if roles.get_role(key, (2, 2, 2)) not in ("experts", "transposed"):
+            continue
+        module, _, stack = key.rpartition(".")
+        leaves = family.get_layout(LLM_COMPRESSOR).leaves
+        assert [
+            leaves[tensor.name].key.format_key(dict.fromkeys((*tensor.indices, "x"), 0))
+            for tensor, _ in stored.parts
+        ] == [f"{module}.0.{layer}.weight" for layer in EXPERT_LAYERS_BY_STACK[stack]]

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import MappingError, UsageError
+from ckptctl.errors import CkptError, MappingError, UsageError
+from ckptctl.planner.layouts import LLM_COMPRESSOR
 from tests.checkpoints import save_hf
-from tests.checkpoints.golden import Golden, State
+from tests.checkpoints.golden import Golden, State, family_of
 from tests.checkpoints.quantized import hard, numbers
 from tests.integration.test_quantize import quantized, read, stated
+from tests.sweeps import one_in
 
 BLOCKS = "fp8-block"
 E, D = 3, 256
@@ -198,3 +200,91 @@ def test_error_of_split_stack_covers_all_experts(tmp_path: Path) -> None:
         assert said.max_abs == pytest.approx(float(off.abs().max()), rel=1e-4)
         rms = float(off.norm() / plain[key].double().norm())
         assert said.relative_rms == pytest.approx(rms, rel=1e-4)
+
+
+SPLIT = (
+    *("gemma4.text", "gemma4_text.moe", "hy_v4", "llama4", "llama4_text", "llama4_text.plain"),
+    *("minimax_m3", "mistral4", "mistral4_vision", "qwen3_vl_moe"),
+)
+"""Golden models whose experts are stacked in every layout of transformers."""
+
+
+@pytest.mark.parametrize("name", one_in(3, SPLIT))
+def test_split_experts_have_layout_of_llm_compressor(tmp_path: Path, name: str) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    found = quantized(source, tmp_path / "out", "fp8-channel")
+    summary = ckptctl.inspect(tmp_path / "out")
+    assert (summary.model_type, summary.layout) == (family_of(name), LLM_COMPRESSOR)
+    assert ckptctl.verify(tmp_path / "out").complete
+    options: dict[str, Any] = {"to": "hf", "dequantize": "bf16", "verify": True}
+    ckptctl.convert(tmp_path / "out", tmp_path / "back", **options)
+    ckptctl.convert(source, tmp_path / "plain", to="hf", to_layout="hf")
+    plain, back = read(tmp_path / "plain"), read(tmp_path / "back")
+    assert back.keys() == plain.keys()
+    stacks = [key for key, one in plain.items() if ".experts." in key and one.dim() == 3]
+    assert stacks
+    for key in stacks:
+        module, _, last = key.rpartition(".")
+        layers = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+        for expert, matrix in enumerate(back[key]):
+            names = [f"{module}.{expert}.{layer}.weight" for layer in layers]
+            each = [found[one].float() * found[f"{one}_scale"].float() for one in names]
+            rows = torch.cat(each).to(torch.bfloat16)
+            assert same(matrix, rows.t().contiguous() if is_transposed(name) else rows)
+
+
+def is_transposed(name: str) -> bool:
+    return family_of(name) in ("llama4", "llama4_text", "qwen3_vl_moe")
+
+
+@pytest.mark.parametrize("name", one_in(3, SPLIT))
+def test_missing_projection_of_split_expert_is_noticed(tmp_path: Path, name: str) -> None:
+    found = quantized(stacked_golden(tmp_path / "source", name), tmp_path / "out", "fp8-channel")
+    lost = next(key for key in found if key.endswith(".experts.1.up_proj.weight"))
+    for key in (lost, f"{lost}_scale"):
+        del found[key]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    damaged = save_hf(tmp_path / "damaged", found, config)
+    assert not ckptctl.verify(damaged).complete
+    with pytest.raises(CkptError, match=r"missing"):
+        ckptctl.convert(damaged, tmp_path / "back", to="hf", dequantize="bf16")
+
+
+@pytest.mark.parametrize("name", one_in(3, SPLIT))
+def test_split_experts_match_layout_of_llm_compressor(tmp_path: Path, name: str) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    found = quantized(source, tmp_path / "out", "int8-channel")
+    options: Any = {"to_layout": LLM_COMPRESSOR}
+    wanted = quantized(source, tmp_path / "apart", "int8-channel", **options)
+    assert found.keys() == wanted.keys()
+    assert all(same(found[key], one) for key, one in wanted.items())
+    settings = [stated(tmp_path / one) for one in ("out", "apart")]
+    ignored = [sorted(one.pop("ignore")) for one in settings]
+    assert ignored[0] == ignored[1] and settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
+def test_conversion_keeps_layout_of_quantized_experts(tmp_path: Path, name: str) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    layout: Any = {"to_layout": LLM_COMPRESSOR}
+    found = quantized(source, tmp_path / "out", "fp8-channel", **layout)
+    ckptctl.convert(tmp_path / "out", tmp_path / "copy", to="hf", verify=True)
+    copied = read(tmp_path / "copy")
+    assert copied.keys() == found.keys()
+    assert all(same(one, found[key]) for key, one in copied.items())
+    assert stated(tmp_path / "copy") == stated(tmp_path / "out")
+    with pytest.raises(CkptError) as caught:
+        ckptctl.convert(tmp_path / "out", tmp_path / "stacks", to="hf", to_layout="hf")
+    assert "dequantize='bf16'" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_conversion_stacks_unquantized_experts(tmp_path: Path, name: str) -> None:
+    """Names such as those of sinks do not show that a model is quantized."""
+    source = stacked_golden(tmp_path / "source", name)
+    ckptctl.convert(source, tmp_path / "apart", to="hf", to_layout=LLM_COMPRESSOR)
+    assert ckptctl.inspect(tmp_path / "apart").layout == LLM_COMPRESSOR
+    ckptctl.convert(tmp_path / "apart", tmp_path / "back", to="hf", verify=True)
+    plain, back = read(source), read(tmp_path / "back")
+    assert back.keys() == plain.keys()
+    assert all(same(one, plain[key]) for key, one in back.items())
