@@ -179,7 +179,7 @@ FAMILY: Family = replace(
     like={"mlx": ""},
     architecture="Gemma4ForConditionalGeneration",
     constants={"one": 1, "two": 2},
-    layer_words=tuple(one.with_prefix("text_config") for one in gemma4_text.LAYER_WORDS),
+    layer_words=tuple(word.with_prefix("text_config") for word in gemma4_text.LAYER_WORDS),
     demands=(
         *(demand.with_prefix("text_config") for demand in gemma4_text.DEMANDS),
         Demand(("vision",), {"vision_config": PRESENT}),
@@ -188,7 +188,7 @@ FAMILY: Family = replace(
         Demand(("audio",), {"audio_config": PRESENT}),
         Demand(("audio_clips",), {"audio_config.use_clipped_linears": CHOSEN}),
     ),
-    layer_sizes=tuple(one.with_prefix("text_config") for one in gemma4_text.LAYER_SIZES),
+    layer_sizes=tuple(size.with_prefix("text_config") for size in gemma4_text.LAYER_SIZES),
     formulas=(
         ("pd", "text_config.hidden_size_per_layer_input"),
         ("pa", "text_config.num_hidden_layers * text_config.hidden_size_per_layer_input"),

@@ -179,5 +179,5 @@ def apply_to(
         )
     if any(isinstance(parts, str) for parts in (fused or {}).values()):
         raise UsageError("a value of `fused` is a string", hint="pass a list of names of modules")
-    stated = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)
-    return apply_to_tensors(tensors, check_locations(deltas), stated, check=check)
+    live_names = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)
+    return apply_to_tensors(tensors, check_locations(deltas), live_names, check=check)

@@ -112,8 +112,8 @@ def apply(
         f"{plan.base_sha256[:12]} → {plan.result_sha256[:12]}"
     )
     shown = {**plan.conversion.left_out, **plan.conversion.not_carried}
-    stated = {name: why for name, why in plan.delta_left_out.items() if name not in shown}
-    for note in format_by_reason("not in the deltas", stated):
+    others = {name: why for name, why in plan.delta_left_out.items() if name not in shown}
+    for note in format_by_reason("not in the deltas", others):
         output.print_note(note)
     if not run.dry_run:
         with show_progress(

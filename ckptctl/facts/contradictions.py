@@ -388,8 +388,8 @@ def _to_canonical_name(name: str) -> str:
 
 def to_canonical_value(value: object) -> object:
     """Return the canonical spelling of *value*, or *value* itself if only one spelling exists."""
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return [CANONICAL_LAYER_TYPES.get(one, one) for one in value]
+    if isinstance(value, list) and all(isinstance(kind, str) for kind in value):
+        return [CANONICAL_LAYER_TYPES.get(kind, kind) for kind in value]
     return CANONICAL_VALUES.get(value, value) if isinstance(value, str) else value
 
 

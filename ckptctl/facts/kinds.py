@@ -290,10 +290,10 @@ def read_layer_letters(value: object, name: str, _: Values) -> list[str] | None:
 
 def _write_layer_letters(value: object, name: str, _: Values) -> str:
     types = value if isinstance(value, list) else []
-    if not types or not all(isinstance(one, str) and one in LAYER_LETTERS for one in types):
+    if not types or not all(isinstance(kind, str) and kind in LAYER_LETTERS for kind in types):
         why = f"its layer types are {', '.join(LAYER_LETTERS)}"
         raise inexpressible_error("Megatron-Core's configuration", name, value, why)
-    return "".join(LAYER_LETTERS[one] for one in types)
+    return "".join(LAYER_LETTERS[kind] for kind in types)
 
 
 def _write_mtp_letters(value: object, name: str, facts: Values) -> str | None:

@@ -283,8 +283,8 @@ def number_stacked_layers(
             continue
         numbers[kind] = [n for n, other in enumerate(attention_kinds) if other == kind]
         if len(numbers[kind]) != tensors[name].shape[0]:
-            stated = f"`window_attn_skip_freq` states {len(numbers[kind])}"
-            why = stated if attention_kinds else "no file states `window_attn_skip_freq`"
+            states = f"`window_attn_skip_freq` states {len(numbers[kind])}"
+            why = states if attention_kinds else "no file states `window_attn_skip_freq`"
             raise UnsupportedError(
                 "the numbers of stacked layers are unknown",
                 where=where,

@@ -189,11 +189,13 @@ def compute_numbering(
     for word in layer_words:
         layer_count = len(lists.get(word.name, ()))
         if layer_count < counts.get(word.index, 0):
-            stated = f"it lists {pluralize(layer_count, 'layer')}" if layer_count else "it does not"
+            count_text = (
+                f"it lists {pluralize(layer_count, 'layer')}" if layer_count else "it does not"
+            )
             raise MappingError(
                 f"layout `{layout}` requires the kind of every layer",
                 why=f"names of tensors depend on it, and config.json must list it as "
-                f"`{word.fact}`; {stated}",
+                f"`{word.fact}`; {count_text}",
                 hint=f"pass {format_option('--assets DIR')} with the model's config.json",
             )
     for shift in shifts:

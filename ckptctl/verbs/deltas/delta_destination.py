@@ -92,11 +92,11 @@ def _require_free(url: UrlPath) -> None:
     The upload checks again that the destination is free.
     """
     try:
-        found = resolve_source_path(url)
+        folder = resolve_source_path(url)
     except SourceNotFoundError:
         return
-    if any((found / name).is_file() for name in (MANIFEST, INDEX)):
-        raise destination_exists_error(found, REPLACEABLE_DELTA)
+    if any((folder / name).is_file() for name in (MANIFEST, INDEX)):
+        raise destination_exists_error(folder, REPLACEABLE_DELTA)
 
 
 @dataclass(frozen=True, slots=True)

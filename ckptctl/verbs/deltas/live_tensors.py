@@ -29,7 +29,7 @@ CONFIG_HINT = "pass the content of the base's config.json as `config`"
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ElementGrid:
     """Evenly spaced elements of a tensor, in the tensor of the delta.
 
     Attributes:
@@ -58,7 +58,7 @@ class LiveTensor:
     """
 
     names: tuple[str, ...]
-    pieces: tuple[tuple[Tensor, Grid | None], ...]
+    pieces: tuple[tuple[Tensor, ElementGrid | None], ...]
 
     @property
     def dtype(self) -> str:
@@ -146,8 +146,8 @@ class _Finder:
                 if stored_name in self._tensors:
                     tensor = self._get_tensor(stored_name, record.dtype, record.shape)
                     live[name] = LiveTensor((stored_name,), ((tensor, None),))
-                elif found := self._find_rows(name):
-                    live[name] = found
+                elif rows := self._find_rows(name):
+                    live[name] = rows
             except MappingError:
                 if name in self._required:
                     raise
@@ -162,12 +162,12 @@ class _Finder:
                 where=self._where,
                 hint="pass complete tensors, or apply the delta to a checkpoint",
             )
-        found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if found != (dtype, shape):
+        own_form = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if own_form != (dtype, shape):
             raise MappingError(
                 f"`{name}` has another dtype or shape",
                 where=self._where,
-                why=f"{found[0]} {list(found[1])} in memory, {dtype} {list(shape)} in the delta",
+                why=f"{own_form[0]} {list(own_form[1])} in memory, {dtype} {list(shape)} in the delta",
                 hint=CHECKPOINT_HINT,
             )
         return tensor.detach()
@@ -222,7 +222,7 @@ class _Finder:
                 error.hint = CONFIG_HINT
             raise
         catalog = mapping.catalog
-        pieces: dict[str, list[tuple[str, Tensor, Grid]]] = {}
+        pieces: dict[str, list[tuple[str, Tensor, ElementGrid]]] = {}
         for name, composed in mapping.tensors.items():
             if name not in self._tensors:
                 continue
@@ -238,7 +238,7 @@ class _Finder:
                 if not any(extent.file in catalog.computed for extent in part.entry.extents):
                     view, grid = _view_part(tensor, part)
                     pieces.setdefault(part.entry.name, []).append((name, view, grid))
-        return {name: self._require_complete(name, found) for name, found in pieces.items()}
+        return {name: self._require_complete(name, parts) for name, parts in pieces.items()}
 
     def _build_catalog(self) -> Catalog:
         """Build a catalog of the tensors of the base, without data."""
@@ -251,14 +251,16 @@ class _Finder:
         root = Path(self._where)
         return Catalog(root, root, "hf", {}, tensors, documents=documents)
 
-    def _require_complete(self, name: str, found: list[tuple[str, Tensor, Grid]]) -> LiveTensor:
+    def _require_complete(
+        self, name: str, parts: list[tuple[str, Tensor, ElementGrid]]
+    ) -> LiveTensor:
         """Return the tensor *name*, or raise if only some of its elements are in memory.
 
         It may be in memory more than once, such as a tied one, but then completely each time.
         """
         numel = math.prod(self._base[name].shape)
         counts: dict[str, int] = {}
-        for stored_name, _, grid in found:
+        for stored_name, _, grid in parts:
             counts[stored_name] = counts.get(stored_name, 0) + math.prod(grid.sizes)
         total = sum(counts.values())
         if total != numel and any(count != numel for count in counts.values()):
@@ -268,10 +270,10 @@ class _Finder:
                 why=f"{total:,} of {numel:,} are in {quote_names([*counts])}",
                 hint=CHECKPOINT_HINT,
             )
-        return LiveTensor(tuple(counts), tuple((view, grid) for _, view, grid in found))
+        return LiveTensor(tuple(counts), tuple((view, grid) for _, view, grid in parts))
 
 
-def _view_part(tensor: Tensor, part: Part) -> tuple[Tensor, Grid]:
+def _view_part(tensor: Tensor, part: Part) -> tuple[Tensor, ElementGrid]:
     """View the elements of *part* in a tensor in memory, and return their positions in the delta.
 
     The tensor in memory is the one that *part* composes, and the stored one is that of the delta.
@@ -286,4 +288,4 @@ def _view_part(tensor: Tensor, part: Part) -> tuple[Tensor, Grid]:
     )
     stored_start = sum(map(math.prod, zip(part.stored_origin, stored_strides, strict=True)))
     steps = tuple(axis.stride * stored_strides[axis.at] for axis in part.axes)
-    return view, Grid(sizes, steps, stored_start)
+    return view, ElementGrid(sizes, steps, stored_start)
