@@ -174,7 +174,7 @@ def _require_base(chain: Chain, base: CanonicalCheckpoint, digests: Mapping[str,
                 if is_last
                 else "the first delta is already applied"
                 if number == 0
-                else f"the first {number + 1:,} deltas are already applied",
+                else f"the first {pluralize(number + 1, 'delta')} are already applied",
                 where=str(path),
                 why=f"its tensors are the result of `{delta.root.name}` ({actual[:12]})",
                 hint="use this checkpoint as it is"

@@ -167,7 +167,8 @@ class _Finder:
             raise MappingError(
                 f"`{name}` has another dtype or shape",
                 where=self._where,
-                why=f"{own_form[0]} {list(own_form[1])} in memory, {dtype} {list(shape)} in the delta",
+                why=f"{own_form[0]} {list(own_form[1])} in memory, "
+                f"{dtype} {list(shape)} in the delta",
                 hint=CHECKPOINT_HINT,
             )
         return tensor.detach()
