@@ -119,6 +119,8 @@ def test_values_of_remote_tensor_are_read_in_bounded_memory(large: Hub) -> None:
 
 
 def test_escape_stops_reading_of_remote_tensor(large: Hub) -> None:
+    large.gather, large.patience = 1000, 0.3  # each request takes as long
+
     async def act(browser: Browser, pilot: Any) -> None:
         await pilot.press("slash", "w", "enter", "v")
         while large.sent < SLACK_BYTES:
