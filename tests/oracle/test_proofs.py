@@ -20,6 +20,7 @@ ELSEWHERE = {
     ("llama4", "meta"): "test_meta_shards.py (vision) and the text of llama4_text",
     ("gemma3", "hf-fresh"): "test_gemma.py",
     ("ministral3_vision", "mcore"): "test_mcore_seeing.py",
+    **{(name, "mcore"): "test_mcore_gemma4.py" for name in ("gemma4", "gemma4_text")},
     **{
         (name, layout): "test_qwen_vl.py"
         for name in ("qwen3_5_moe", "qwen3_5_moe_text")
