@@ -31,6 +31,8 @@ from typing import Any, NoReturn
 WHERE = signal.SIGQUIT
 """Asks a process where it is. A dump by the clock reads frames while they change, and may crash."""
 
+SECONDS_TO_NOTICE = 20
+"""How long ranks may take to notice that another one was killed."""
 REPOSITORY = Path(__file__).parent.parent
 TORCH_PARTS = ("distributed.checkpoint", "distributed.tensor", "_dynamo")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -209,15 +211,22 @@ def _first_failure(running: dict[int, int]) -> str:
     Returns:
         Which rank failed first, and how its process ended.
     """
-    failure = ""
+    failure, deadline = "", 0.0
     while running:
-        child, status = os.wait()
-        rank = running.pop(child)
-        if status and not failure:
-            failure = f"rank {rank} first, with exit code {os.waitstatus_to_exitcode(status)}"
-            time.sleep(0.5)  # others may be about to say what they found
+        child, status = os.waitpid(-1, os.WNOHANG if failure else 0)
+        if child:
+            rank = running.pop(child)
+        elif time.monotonic() > deadline:
             for other in running:
                 os.kill(other, signal.SIGKILL)
+            deadline += SECONDS_TO_NOTICE
+        else:
+            time.sleep(0.05)
+        if status and not failure:
+            code = os.waitstatus_to_exitcode(status)
+            failure = f"rank {rank} first, with exit code {code}"
+            # Others may be about to say what they found, or have to notice that it was killed.
+            deadline = time.monotonic() + (SECONDS_TO_NOTICE if code < 0 else 0.5)
     return failure
 
 
