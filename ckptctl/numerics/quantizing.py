@@ -200,9 +200,7 @@ def _select_tensors(
             why="" if linear_roles else "the model has no linear layers that programs quantize",
         )
     for tensor in selected:
-        _require_quantizable(
-            tensor, recipe, linear_roles.get(tensor.name, "other"), draft.change.family
-        )
+        _require_quantizable(tensor, recipe, linear_roles.get(tensor.name, "other"), draft.change)
     names = {tensor.name for tensor in selected}
     _require_complete_groups(names, names_in_output)
     pairs = [
@@ -298,12 +296,12 @@ def _match_globs(names: Sequence[str], globs: Sequence[str], option: str) -> set
 
 
 def _require_quantizable(
-    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+    tensor: OutputTensor, recipe: Recipe, role: Role, change: LayoutChange
 ) -> None:
     """Raise if *recipe* does not support the dtype, shape or role of a tensor."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
     if role in ("experts", "transposed", "stacked"):
-        _require_readable_stack(tensor, recipe, role, family)
+        _require_readable_stack(tensor, recipe, role, change)
     elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
         raise UsageError(
             "the tensor is not the weight of a linear layer", where=where, hint=_skip_hint()
@@ -326,13 +324,16 @@ def _require_quantizable(
 
 
 def _require_readable_stack(
-    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+    tensor: OutputTensor, recipe: Recipe, role: Role, change: LayoutChange
 ) -> None:
     """Raise if no program can read the stacked experts in *tensor* quantized by *recipe*."""
+    family = change.family
     _, rows, columns = shape = tensor.shape
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
     is_split = _is_split_into_experts(tensor, recipe, role)
-    if is_split and not any(_unstack_hints(family, recipe, is_split=True)):
+    is_named = is_split and change.target_layout in (HF, BASE)
+    unstack_hints = [*_unstack_hints(family, recipe, is_split=is_named)]
+    if is_split and not unstack_hints:
         return  # no layout of transformers has per-expert weights
     is_read = role == "stacked" and family is not None and recipe.name in family.stack_schemes
     if is_split or not (recipe.stack_multiples or is_read):
@@ -350,14 +351,14 @@ def _require_readable_stack(
         "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
         why=f"the shape is {list(shape)}; {why}",
-        hint=", or ".join((*_unstack_hints(family, recipe, is_split=is_split), _skip_hint())),
+        hint=", or ".join((*unstack_hints, _skip_hint())),
     )
 
 
 def _unstack_hints(family: Family | None, recipe: Recipe, *, is_split: bool) -> Iterator[str]:
     """Yield a hint on the option that unstacks experts, if the family has such a layout.
 
-    Stacks that are split get the names of :data:`LLM_COMPRESSOR` without an option.
+    If *is_split* is true, stacks get the names of :data:`LLM_COMPRESSOR` without an option.
     """
     for name in family.layouts if family else ():
         if (

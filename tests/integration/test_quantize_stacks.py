@@ -233,6 +233,22 @@ def test_split_experts_have_layout_of_llm_compressor(tmp_path: Path, name: str) 
             assert same(matrix, rows.t().contiguous() if is_transposed(name) else rows)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("hy_v4", "hf-fresh"), ("hy_v4", "hf-v5"), ("mistral4_vision", "hf-v5")],
+)
+def test_split_experts_without_known_names_are_refused(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    with pytest.raises(MappingError, match="cannot quantize stacked experts") as refused:
+        quantized(source, tmp_path / "out", "fp8-channel", to_layout=layout)
+    assert "to_layout='llm-compressor'" in str(refused.value.hint)
+    options: dict[str, Any] = {"to_layout": layout, "quantize_not": "*.experts.*"}
+    quantized(source, tmp_path / "partly", "fp8-channel", **options)
+    assert ckptctl.inspect(tmp_path / "partly").layout == layout
+
+
 def is_transposed(name: str) -> bool:
     return family_of(name) in ("llama4", "llama4_text", "qwen3_vl_moe")
 
