@@ -1147,7 +1147,10 @@ def test_apply_to_changes_rows_of_fused_tensors(
         with pytest.raises(MappingError, match="another dtype or shape"):
             delta.apply_to({**live, name: wrong}, deltas[2], names=names, fused=fused)
     with pytest.raises(MappingError, match=r"changed tensors of the delta are missing"):
+        delta.apply_to(live, deltas[2], names={name: names[name] for name in read(base)})
+    with pytest.raises(MappingError, match=r"`names` has tensors that are not in") as unknown:
         delta.apply_to(live, deltas[2], names=names)
+    assert f"{min(modules)}`" in str(unknown.value.why)
     require_equal(live, fuse(states[1]))
 
 

@@ -136,6 +136,7 @@ class _Finder:
         self._tensors, self._base, self._stated = tensors, chain.base, stated
         self._required, self._manifest = required, chain.deltas[0].manifest
         self._where = str(chain.deltas[0].root)
+        self._fused_names: set[str] = set()
 
     def find_names(self) -> dict[str, LiveTensor]:
         """Find tensors by name, and rows of fused tensors."""
@@ -151,6 +152,13 @@ class _Finder:
             except MappingError:
                 if name in self._required:
                     raise
+        if unknown := self._stated.names.keys() - self._base.keys() - self._fused_names:
+            raise MappingError(
+                "`names` has tensors that are not in the delta",
+                where=self._where,
+                why=quote_names(sorted(unknown)),
+                hint="pass names of the delta as keys, and `fused` for modules fused in memory",
+            )
         return live
 
     def _get_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -182,6 +190,7 @@ class _Finder:
                     continue
                 names = [".".join([*words[:at], part, *words[at + 1 :]]) for part in parts]
                 fused_name = ".".join([*words[:at], module, *words[at + 1 :]])
+                self._fused_names.add(fused_name)
                 fused_name = self._stated.names.get(fused_name, fused_name)
                 records = [self._base.get(part) for part in names]
                 if fused_name not in self._tensors or not all(
