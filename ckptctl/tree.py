@@ -114,6 +114,7 @@ class UploadRequest:
         resume: Whether to keep files that an interrupted run uploaded, and to keep uploaded files
             if this upload fails.
         is_checkpoint: Function that checks if the existing files may be overwritten.
+        noun: Name of this kind of output in messages, with an article.
         read: Names of the source files that the output is computed from, by folder.
     """
 
@@ -122,6 +123,7 @@ class UploadRequest:
     overwrite: bool = False
     resume: bool = False
     is_checkpoint: Callable[[], bool] = lambda: False
+    noun: str = "a checkpoint"
     read: Mapping[TreePath, Iterable[str]] = field(default_factory=dict)
 
 

@@ -154,7 +154,7 @@ class ObjectUpload:
             return f"pass {format_option('--resume')} to resume the upload"
         self._remove_uploaded()
         self._release_lock()
-        loss_note = "; the previous checkpoint is lost" if self._is_previous_lost else ""
+        loss_note = "; the files that were there before are lost" if self._is_previous_lost else ""
         return f"uploaded files were deleted{loss_note}"
 
     def _require_replaceable(self) -> None:
@@ -172,7 +172,7 @@ class ObjectUpload:
             raise self._exists_error()
         if not self._request.is_checkpoint():
             raise RefusedError(
-                "the destination is not a checkpoint and is not overwritten",
+                f"the destination is not {self._request.noun} and is not overwritten",
                 where=self._shown_url,
                 hint="delete it yourself, or choose another destination",
             )
@@ -247,6 +247,6 @@ class ObjectUpload:
         return RefusedError(
             "the destination exists",
             where=self._shown_url,
-            hint=f"choose another destination, or pass {format_option('--overwrite')} to replace a "
-            "checkpoint",
+            hint=f"choose another destination, or pass {format_option('--overwrite')} to replace "
+            f"{self._request.noun}",
         )

@@ -1328,6 +1328,15 @@ def test_weight_version_is_what_sglang_pulls(tmp_path: Path, base: Path) -> None
     assert delta.make(base, out, tmp_path / "again").left_out == {}
     with pytest.raises(RefusedError, match="does not match the base"):
         delta.make(tmp_path / "new", out, tmp_path / "wrong")
+    published = {item.name: item.read_bytes() for item in out.iterdir()}
+    with pytest.raises(RefusedError, match="destination exists"):
+        delta.make(base, tmp_path / "new", out, weight_version=1)
+    delta.make(base, tmp_path / "new", out, weight_version=1, overwrite=True)
+    assert {item.name: item.read_bytes() for item in out.iterdir()} == published
+    (out / "notes.txt").touch()
+    with pytest.raises(RefusedError, match="is not a delta and is not overwritten"):
+        delta.make(base, tmp_path / "new", out, weight_version=1, overwrite=True)
+    (out / "notes.txt").unlink()
     with pytest.raises(MappingError, match="requires the same tensors"):
         delta.make(base, tmp_path / "new", tmp_path / "v2", weight_version=2, dtype="fp32")
     with pytest.raises(UsageError, match="does not apply to a weight update"):

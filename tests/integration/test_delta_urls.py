@@ -165,6 +165,10 @@ def test_delta_at_a_url_that_is_replaced_after_its_check_is_not_used(
 def test_weight_update_is_published_at_a_url(url: str, steps: list[Path], tmp_path: Path) -> None:
     target = f"{url}/weight_v000001"
     delta.make(steps[0], steps[1], target, weight_version=1)
+    with pytest.raises(RefusedError) as occupied:
+        delta.make(steps[0], steps[1], target, weight_version=1)
+    assert "to replace a delta" in str(occupied.value.hint)
+    delta.make(steps[0], steps[1], target, weight_version=1, overwrite=True)
     delta.make(steps[0], target, tmp_path / "again")
     assert apply_delta(read(steps[0]), tmp_path / "again") == to_bytes(read(steps[1]))
 

@@ -19,9 +19,14 @@ from ckptctl.storage.threads import raise_on_sigterm
 from ckptctl.storage.urls import is_hub_repository
 from ckptctl.tree import TreePath, UploadRequest, UrlPath
 from ckptctl.verbs.deltas.delta_files import is_delta
-from ckptctl.verbs.deltas.published import INDEX
+from ckptctl.verbs.deltas.published import INDEX, is_replaceable_update
 
-REPLACEABLE_DELTA = Replaceable(is_delta, "a delta")
+
+def _is_replaceable(path: TreePath) -> bool:
+    return is_delta(path) or is_replaceable_update(path)
+
+
+REPLACEABLE_DELTA = Replaceable(_is_replaceable, "a delta")
 
 
 class StagedDelta(Protocol):
@@ -119,7 +124,8 @@ class _ScratchDelta:
         request = UploadRequest(
             names,
             overwrite=self._overwrite,
-            is_checkpoint=lambda: is_delta(resolve_source_path(self._url)),
+            is_checkpoint=lambda: REPLACEABLE_DELTA(resolve_source_path(self._url)),
+            noun=REPLACEABLE_DELTA.noun,
             read=self._read,
         )
         with hold_upload(self._url, request) as upload:

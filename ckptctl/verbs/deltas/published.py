@@ -12,6 +12,7 @@ Sources: ``update_weight_from_disk_delta.py`` and ``utils/disk_delta.py`` of sli
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,12 +28,14 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.safetensors_header import read_safetensors_header
 from ckptctl.storage.schema import Schema, read_as, read_nested_or_none, wrap_malformed_errors
+from ckptctl.storage.writing import LOCK_NAME
 from ckptctl.storage.zstd import import_zstd, iterate_decompressed
 from ckptctl.tree import TreePath
 from ckptctl.verbs.deltas.delta_files import DeltaWriter, Payload
 
 INDEX = f"model{INDEX_SUFFIX}"
 LEVEL = 1
+_PAYLOAD_NAME = re.compile(r"model-\d+-of-\d+\.safetensors")
 SUPPORTED = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
 
 
@@ -42,6 +45,14 @@ def is_weight_update(path: TreePath) -> bool:
         return False
     with source_files(path) as files:
         return _read_encoding(read_json(files, INDEX)) is not None
+
+
+def is_replaceable_update(path: TreePath) -> bool:
+    """Return whether *path* is an update without unrelated files, so it may be replaced."""
+    return is_weight_update(path) and all(
+        item.name in (INDEX, LOCK_NAME) or _PAYLOAD_NAME.fullmatch(item.name)
+        for item in path.iterdir()
+    )
 
 
 def _read_encoding(index: object) -> str | None:
