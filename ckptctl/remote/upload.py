@@ -154,7 +154,7 @@ class ObjectUpload:
             return f"pass {format_option('--resume')} to resume the upload"
         self._remove_uploaded()
         self._release_lock()
-        loss_note = "; the files that were there before are lost" if self._is_previous_lost else ""
+        loss_note = "; the previous output is lost" if self._is_previous_lost else ""
         return f"uploaded files were deleted{loss_note}"
 
     def _require_replaceable(self) -> None:
