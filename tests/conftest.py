@@ -60,6 +60,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # as in ckptctl.__main__
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

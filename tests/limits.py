@@ -7,6 +7,7 @@ shortens. Whoever passes either is killed or gets a :class:`MemoryError`.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -62,6 +63,7 @@ def _run(work: Callable[[], str], writing: int, memory: int, seconds: int) -> No
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.settrace(None)
+        gc.freeze()  # a search of the parent's objects would copy their memory
         try:
             said = work()
             code = 0
