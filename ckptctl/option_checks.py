@@ -227,6 +227,8 @@ def check_weights(value: Sequence[float]) -> tuple[float, ...]:
                 f"{weight:g} is not a positive number",
                 why="an average is between its inputs, so all weights are positive",
             )
+    if not math.isfinite(sum(map(float, value))):
+        raise UsageError("the sum of the weights is too large", hint="pass smaller weights")
     return tuple(map(float, value))
 
 

@@ -171,12 +171,15 @@ def apply_to(
         raise UsageError("`layout` cannot be combined with `names` or `fused`")
     if config is not None and layout is None:
         raise UsageError("`config` requires `layout`")
-    if config is not None and not isinstance(config, Mapping):
-        raise UsageError(
-            "`config` is not a mapping",
-            why=f"it is of type `{type(config).__name__}`",
-            hint="pass the content of config.json, such as `model.config.to_dict()`",
-        )
+    for name, value, hint in (
+        ("tensors", tensors, "pass `model.state_dict()`, or `dict(model.named_parameters())`"),
+        ("names", names, "pass a dictionary from names in the delta to names in memory"),
+        ("fused", fused, "pass a dictionary from modules in memory to those of the delta"),
+        ("config", config, "pass the content of config.json, such as `model.config.to_dict()`"),
+    ):
+        if not isinstance(value, Mapping) and (value is not None or value is tensors):
+            why = f"it is of type `{type(value).__name__}`"
+            raise UsageError(f"`{name}` is not a mapping", why=why, hint=hint)
     if any(isinstance(parts, str) for parts in (fused or {}).values()):
         raise UsageError("a value of `fused` is a string", hint="pass a list of names of modules")
     live_names = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)

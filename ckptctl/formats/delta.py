@@ -29,7 +29,6 @@ from ckptctl.storage.schema import (
     Natural,
     Schema,
     read_as,
-    value_in_range,
     wrap_malformed_errors,
 )
 from ckptctl.tree import TreePath
@@ -48,6 +47,13 @@ Sha256 = Annotated[
     str, Constraint("a SHA-256 digest", lambda text: bool(re.fullmatch("[0-9a-f]{64}", text)))
 ]
 _DType = Annotated[str, Constraint("a dtype of torch", lambda text: text in dtypes.BY_NAME)]
+_BlockBytes = Annotated[
+    int,
+    Constraint(
+        f"a multiple of 16 from {MIN_BLOCK_BYTES} to {MAX_BLOCK_BYTES}",
+        lambda value: MIN_BLOCK_BYTES <= value <= MAX_BLOCK_BYTES and value % 16 == 0,
+    ),
+]
 _PayloadName = Annotated[
     str, Constraint("the name of a payload file", lambda text: bool(PAYLOAD_NAMES.fullmatch(text)))
 ]
@@ -124,7 +130,8 @@ class DeltaManifest(Schema):
     Attributes:
         schema: Name and version of the layout.
         codec: Compression of the blocks.
-        block_bytes: Size of the blocks of a tensor in bytes; the last one may be smaller.
+        block_bytes: Size of the blocks of a tensor in bytes; the last one may be smaller. Elements
+            have at most 16 bytes.
         model_type: Model type, or None if it is unknown.
         layout: Layout of the tensors, or None if it is unknown.
         base_sha256: Digest of all tensors of the base.
@@ -138,7 +145,7 @@ class DeltaManifest(Schema):
 
     schema: str
     codec: Codec
-    block_bytes: Annotated[int, value_in_range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1)]
+    block_bytes: _BlockBytes
     base_sha256: Sha256
     result_sha256: Sha256
     tensors: dict[str, TensorChange]
@@ -246,7 +253,13 @@ def _require_consistent(manifest: DeltaManifest, where: str) -> None:
             raise _damaged_error(f"the payload file of `{name}` has no record", where)
     for path, record in manifest.files.items():
         folder, _, name = path.partition("/")
-        is_asset = folder == ASSETS_FOLDER and all(name.split("/")) and may_be_sidecar_file(name)
+        is_asset = (
+            folder == ASSETS_FOLDER
+            and all(name.split("/"))
+            and name.isprintable()
+            and not name.startswith("ckptctl.")
+            and may_be_sidecar_file(name)
+        )
         if not (is_asset or PAYLOAD_NAMES.fullmatch(path)):
             raise _damaged_error(f"`{path[:80]}` is not the path of a file of a delta", where)
         if is_asset and record.size > MAX_SIDECAR_BYTES:

@@ -195,6 +195,11 @@ def resolve_links(path: P) -> P:
         return cast(P, Path(os.path.realpath(path)))
 
 
+def make_comparable(path: TreePath) -> TreePath:
+    """Return a local path that is absolute and has no links, or a URL unchanged."""
+    return path if isinstance(path, UrlPath) else resolve_links(path.absolute())
+
+
 def find_hub_cache_repository(root: TreePath) -> TreePath | None:
     """Return the repository folder of the Hugging Face cache whose snapshot contains *root*.
 

@@ -23,6 +23,7 @@ from ckptctl.conversion.convert import ConversionPlan, Step, plan_tensors, plan_
 from ckptctl.conversion.destinations import require_writable_format
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.proofs import find_lost_data
+from ckptctl.conversion.recognition.model import CONFIG
 from ckptctl.conversion.steps import select_steps
 from ckptctl.conversion.transfers import build_target_tensor
 from ckptctl.errors import (
@@ -41,6 +42,7 @@ from ckptctl.planner.retention import find_abandoned_checkpoints
 from ckptctl.results import JsonField, Result
 from ckptctl.runs.listing import read_run
 from ckptctl.storage.computed import open_catalog_reader
+from ckptctl.storage.paths import make_comparable
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verbs.average_weights import compute_ema_weights, compute_schedule_weights
@@ -104,7 +106,10 @@ def plan_average(
             where=str(paths[0]) if paths else None,
             hint=f"pass several checkpoints, or a run with {format_option('--last')}",
         )
-    if repeated := [str(path) for path in paths if paths.count(path) > 1]:
+    places = [make_comparable(path) for path in paths]
+    if repeated := [
+        str(path) for path, place in zip(paths, places, strict=True) if places.count(place) > 1
+    ]:
         raise UsageError("a checkpoint is given twice", where=repeated[0])
     weights = _choose_weights(len(paths), options)
     *others, last = paths
@@ -284,11 +289,18 @@ def _compare_models(other: Draft, last: Draft) -> Notes:
     for name, tensor in tensors.items():
         _require_same_tensor(other_tensors[name], tensor, both)
     described = {item.place: item for item in (*other.assets.described, *last.assets.described)}
-    return compare_statements(
+    notes = compare_statements(
         last.change.family,
         tuple(described.values()),
         trust_assets=last.options.trust_assets,
     )
+    documents = [draft.assets.documents.get(CONFIG, {}) for draft in (other, last)]
+    keys = dict.fromkeys(key for document in documents for key in document)
+    if differing := [key for key in keys if len({str(item.get(key)) for item in documents}) > 1]:
+        notes.add(
+            f"{CONFIG} differs in {quote_names(differing)}: that of the last checkpoint is used"
+        )
+    return notes
 
 
 def _require_same_tensor(first: OutputTensor, second: OutputTensor, where: str) -> None:

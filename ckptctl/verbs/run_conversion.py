@@ -33,7 +33,7 @@ from ckptctl.runs.names import parse_name, parse_staged_name
 from ckptctl.runs.selection import select_checkpoints
 from ckptctl.storage.destinations import destination_exists_error, resolve_destination
 from ckptctl.storage.outcome import describe_out_of_range
-from ckptctl.storage.paths import expand_home, parse_path, resolve_links
+from ckptctl.storage.paths import expand_home, make_comparable, parse_path
 from ckptctl.storage.publish import (
     UNFINISHED_MESSAGE,
     clean_up_if_refused,
@@ -106,7 +106,7 @@ def _require_destination(
     root: TreePath, checkpoints: Sequence[Checkpoint], destination: TreePath
 ) -> None:
     """Raise if outputs could be mistaken for checkpoints of the run, or be written into one."""
-    folder, run = map(_make_comparable, (_get_folder(destination), root))
+    folder, run = map(make_comparable, (_get_folder(destination), root))
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UsageError("expected a folder, found a file", where=str(destination))
     hint = "choose a new folder next to the run or elsewhere"
@@ -123,7 +123,7 @@ def _require_destination(
     if (
         parse_name(entry_name)
         or parse_staged_name(entry_name)
-        or any(_contains(_make_comparable(item.path), folder) for item in checkpoints)
+        or any(_contains(make_comparable(item.path), folder) for item in checkpoints)
     ):
         raise RefusedError(
             "the destination is inside a checkpoint of the run",
@@ -131,11 +131,6 @@ def _require_destination(
             why=f"ckptctl never writes into a source ({root})",
             hint=hint,
         )
-
-
-def _make_comparable(path: TreePath) -> TreePath:
-    """Return a local path that is absolute and has no links, or a URL unchanged."""
-    return path if isinstance(path, UrlPath) else resolve_links(path.absolute())
 
 
 def _contains(folder: TreePath, path: TreePath) -> bool:
@@ -160,7 +155,7 @@ def _require_different_targets(checkpoints: Sequence[Checkpoint], destination: T
         if checkpoint.entry.is_staging:  # never converted
             continue
         target = _build_target(destination, checkpoint)
-        other = names.setdefault(str(target), checkpoint.name)
+        other = names.setdefault(str(make_comparable(target)), checkpoint.name)
         if other != checkpoint.name:
             raise UsageError(
                 "two checkpoints have the same destination",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,7 @@ def test_moments_are_averaged_and_counters_come_from_the_last(tmp_path: Path) ->
     [
         (["--weights", "1,2"], "2 weights for 4 checkpoints"),
         (["--weights", "1,1,1,-1"], "not a positive number"),
+        (["--weights", "1e308,1e308,1,1"], "sum of the weights is too large"),
         (["--weights", "1,1,1,x"], "`x` is not a number"),
         (["--weights", "1,1,1,1", "--ema", "0.9"], "conflicts with"),
         (["--ema", "0.9", "--schedule", "cosine"], "conflicts with"),
@@ -280,6 +282,20 @@ def test_wrong_weights_are_usage_errors(
 def test_same_checkpoint_twice_is_an_error(tmp_path: Path, run: Path) -> None:
     with pytest.raises(UsageError, match="given twice"):
         ckptctl.average([run / "step-100", run / "step-100"], tmp_path / "out")
+    (tmp_path / "link").symlink_to(run / "step-100")
+    for again in (tmp_path / "link", run / ".." / "run" / "step-100"):
+        with pytest.raises(UsageError, match="given twice"):
+            ckptctl.average([run / "step-100", again], tmp_path / "out")
+
+
+def test_differences_of_configurations_are_noted(tmp_path: Path, run: Path) -> None:
+    path = run / "step-200" / "config.json"
+    config = {**json.loads(path.read_text()), "max_position_embeddings": 77, "use_cache": False}
+    path.write_text(json.dumps(config))
+    plan = ckptctl.average([run / "step-100", run / "step-200"], tmp_path / "out").plan
+    (note,) = (note for note in plan.notes if "config.json differs" in note)
+    assert "`max_position_embeddings`" in note and "`use_cache`" in note
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is False
 
 
 def test_interrupted_average_resumes(tmp_path: Path, run: Path) -> None:

@@ -414,6 +414,8 @@ def test_wrong_paths_are_errors(tmp_path: Path, run: Path) -> None:
     fail(2, "found a file", run, tmp_path / "file")
     save_hf(run / "global_step100", *tiny_llama())
     fail(2, "two checkpoints have the same destination", run, f"{tmp_path}/o/{{step}}")
+    text = f"{tmp_path}/o/{{name}}/../x"
+    fail(2, "two checkpoints have the same destination", run, text, "--overwrite")
     for task in ("1/2", "2/2", "6/6"):  # the checkpoints may be in different parts
         words = (run, f"{tmp_path}/o/{{step}}", "--task", task)
         fail(2, "two checkpoints have the same destination", *words)

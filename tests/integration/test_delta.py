@@ -504,6 +504,32 @@ def test_another_model_is_refused(tmp_path: Path, base: Path) -> None:
         delta.apply(tmp_path / "odd", tmp_path / "delta", tmp_path / "out")
 
 
+def test_base_of_another_model_type_is_refused(tmp_path: Path, base: Path) -> None:
+    """The tensors are equal, so only the configuration shows the difference."""
+    new = save(tmp_path / "new", trained(read(base), 1))
+    delta.make(base, new, tmp_path / "delta")
+    config = json.loads((base / "config.json").read_text())
+    other = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    other |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    save_hf(tmp_path / "other", read(base), other)
+    for path in (base, new):
+        shutil.copytree(path, tmp_path / f"bare-{path.name}", ignore=lambda *_: ["config.json"])
+    bare_base, bare_new = tmp_path / f"bare-{base.name}", tmp_path / "bare-new"
+    options: dict[str, Any] = {"reference": "none"}
+    delta.make(bare_base, bare_new, tmp_path / "bare-delta", **options)
+    wrong = (tmp_path / "other", tmp_path / "delta"), (base, tmp_path / "bare-delta")
+    for path, made in wrong:
+        for action in (
+            lambda path=path, made=made: delta.apply(path, made, tmp_path / "out"),
+            lambda path=path, made=made: delta.verify(made, base=path),
+        ):
+            with pytest.raises(MappingError, match="belongs to another model type") as refused:
+                action()
+            assert "model_type" in str(refused.value.hint)
+    delta.apply(bare_base, tmp_path / "delta", tmp_path / "out", assets=base)
+    require_equal(read(tmp_path / "out"), read(new))
+
+
 # ----------------------------------------------------------------------------------- damage
 
 
@@ -607,11 +633,41 @@ def test_ties_without_an_original_are_damaged(made: Path, base: Path, tmp_path: 
                 action()
 
 
+def test_blocks_that_divide_an_element_are_malformed(made: Path) -> None:
+    with source_files(made) as files:
+        manifest = read_manifest(files)
+    write_forged(made, replace(manifest, block_bytes=1025))
+    with pytest.raises(UnsupportedError, match="malformed"):
+        delta.verify(made)
+
+
+def test_configuration_that_is_no_object_is_noticed(tmp_path: Path, base: Path) -> None:
+    new = save(tmp_path / "new", trained(read(base), 1))
+    config = json.loads((new / "config.json").read_text())
+    (new / "config.json").write_text(json.dumps({**config, "unused": 1}))
+    delta.make(base, new, tmp_path / "delta")
+    content = b"[1]"
+    (tmp_path / "delta" / "assets" / "config.json").write_bytes(content)
+    with source_files(tmp_path / "delta") as files:
+        manifest = read_manifest(files)
+    record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    files_with_record = {**manifest.files, "assets/config.json": record}
+    write_forged(tmp_path / "delta", replace(manifest, files=files_with_record))
+    for action in (
+        lambda: delta.verify(tmp_path / "delta"),
+        lambda: delta.verify(tmp_path / "delta", base=base),
+        lambda: delta.apply(base, tmp_path / "delta", tmp_path / "out"),
+    ):
+        with pytest.raises(UnsupportedError, match="not a JSON object"):
+            action()
+
+
 @pytest.mark.parametrize(
     "name",
     [
         *("model.safetensors.index.json", "other.safetensors", "x/pytorch_model.bin"),
         *(".git/config", "tokenizer/.hidden", "ckptctl.manifest.json", "a//b", "../x", ""),
+        *("ckptctl.delta.json", "ckptctl.lock", "config.json\n"),
     ],
 )
 def test_assets_that_no_model_copies_are_damaged(made: Path, name: str) -> None:
@@ -1205,6 +1261,29 @@ def test_apply_to_refuses_a_config_or_fused_modules_of_another_type(tmp_path: Pa
         delta.apply_to({}, tmp_path, layout="mcore", config="config.json")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="`fused` is a string"):
         delta.apply_to({}, tmp_path, fused={"qkv_proj": "q_proj"})
+    wrong: Any
+    for wrong in (["a"], "a", torch.nn.Linear(1, 1), None):
+        with pytest.raises(UsageError, match="`tensors` is not a mapping"):
+            delta.apply_to(wrong, tmp_path)
+    for options in ({"names": ["a"]}, {"fused": ["a"]}):
+        wrong = options
+        with pytest.raises(UsageError, match="is not a mapping"):
+            delta.apply_to({}, tmp_path, **wrong)
+
+
+def test_apply_to_refuses_what_it_cannot_change(
+    chain: tuple[Path, list[Path], list[State]],
+) -> None:
+    base, deltas, _ = chain
+    live = read(base)
+    name = next(key for key in delta.apply_to(read(base), deltas[0]) if live[key].dim() == 1)
+    wrong: Any
+    for wrong in (live[name].float().numpy(), None, live[name][:1].expand(live[name].shape)):
+        with pytest.raises(MappingError, match=r"is not a tensor|share memory"):
+            delta.apply_to({**live, name: wrong}, deltas[0], check="none")
+        with pytest.raises(MappingError):
+            delta.apply_to({**live, name: wrong}, deltas[0], check="none", layout="hf")
+    require_equal(live, read(base))
 
 
 def test_apply_to_refuses_distributed_and_meta_tensors(

@@ -12,8 +12,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from ckptctl import pre_commit
+from ckptctl import delta, pre_commit
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILES = tuple(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
@@ -60,10 +61,44 @@ def test_file_next_to_checkpoints_is_verified_itself(
     assert "scales.pt" in capsys.readouterr().out
 
 
+def test_file_names_are_never_options(
+    tracked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A converter is a program, so the name of a tracked file must not choose one."""
+    monkeypatch.chdir(tracked)
+    program = "import pathlib; pathlib.Path('executed').touch()"
+    Path("evil.bin").write_text(program)
+    Path("--converter=evil.bin").write_text(program)
+    Path("-folder").mkdir()
+    Path("-folder/model.safetensors").write_bytes(b"\0")
+    for name in ("--converter=evil.bin", "-folder/model.safetensors"):
+        assert pre_commit.main([name, FILES[0]]) == 2
+        assert f"{name}" in capsys.readouterr().out
+    assert not Path("executed").exists()
+
+
+def test_deltas_are_verified_as_deltas(
+    tracked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tracked / FILES[0]
+    state = {key: tensor + 1 for key, tensor in load_file(name).items()}
+    save_file(state, name, {"format": "pt"})
+    delta.make(TINY, tracked, tmp_path / "delta")
+    payload = tmp_path / "delta" / "delta-00001.safetensors"
+    assert pre_commit.main(["--level=full", str(payload)]) == 0
+    payload.write_bytes(payload.read_bytes()[:-1] + b"\0")
+    assert pre_commit.main([str(payload)]) == 4
+    delta.make(TINY, tracked, tmp_path / "weight_v000001", weight_version=1)
+    capsys.readouterr()
+    (shard,) = (tmp_path / "weight_v000001").glob("*.safetensors")
+    assert pre_commit.main([str(shard)]) == 9
+    assert "published update of weights" in capsys.readouterr().out
+
+
 def test_hook_names_an_existing_program() -> None:
     text = Path(".pre-commit-hooks.yaml").read_text()
     (entry,) = (line for line in text.splitlines() if line.strip().startswith("entry:"))
-    assert entry.split()[1:] == ["python", "-m", pre_commit.__name__]
+    assert entry.split()[1:] == ["python", "-P", "-m", pre_commit.__name__]
 
 
 def test_hook_needs_no_torch(tracked: Path) -> None:

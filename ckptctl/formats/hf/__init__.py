@@ -35,6 +35,7 @@ from ckptctl.formats.hf.hf_files import (
     RANK_FILE,
     derive_index,
     find_files_to_read,
+    find_index_of_shard,
     find_main_files,
     list_torch_consolidation_notes,
     read_indexed_shards,
@@ -110,6 +111,9 @@ class HfFormat(WritableFormat):
     def read(self, path: TreePath, options: ReadOptions = DEFAULT_READ_OPTIONS) -> Catalog:
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
+        if path.is_file() and (index_name := find_index_of_shard(path)):
+            with source_files(root) as files:
+                _require_no_update(read_json(files, index_name), index_name, root)
         names = find_files_to_read(path)
         main = names[0]
         with source_files(root) as files:
@@ -147,14 +151,7 @@ class HfFormat(WritableFormat):
             known_shards = read_indexed_shards(files, index_name)
             index = derive_index(files, index_name, known_shards)
         index = index or read_json(files, index_name)
-        if read_nested_or_none(str, index, "metadata", "delta_encoding") is not None:
-            command = format_command("delta", "make", "BASE", path, "DELTA")
-            raise UnsupportedError(
-                "this is a published update of weights, not a checkpoint",
-                where=str(path),
-                why=f"{index_name} states `delta_encoding`, as slime and SGLang write it",
-                hint=f"turn it into a delta with {command}",
-            )
+        _require_no_update(index, index_name, path)
         weight_map, strings = parse_index(index, str(files.root / index_name))
         indexed = read_shards(files, weight_map, strings, index_name, known_shards, faults)
         listed_tensors = {
@@ -305,3 +302,15 @@ def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
 
 
 FORMAT = HfFormat()
+
+
+def _require_no_update(index: object, index_name: str, path: TreePath) -> None:
+    """Raise if the index is that of a published update of weights."""
+    if read_nested_or_none(str, index, "metadata", "delta_encoding") is not None:
+        command = format_command("delta", "make", "BASE", path, "DELTA")
+        raise UnsupportedError(
+            "this is a published update of weights, not a checkpoint",
+            where=str(path),
+            why=f"{index_name} states `delta_encoding`, as slime and SGLang write it",
+            hint=f"turn it into a delta with {command}",
+        )

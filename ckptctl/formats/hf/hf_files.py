@@ -97,7 +97,10 @@ def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> Non
         return
     stem, total, suffix = next(iter(kinds))
     numbers = {int(match[2]) for match in matches}
-    required, width = range(min(1, *numbers), int(total) + 1), len(total)
+    first = min(1, *numbers)
+    # Weight updates of slime and SGLang count from 0.
+    end = int(total) + (first or int(total) in numbers)
+    required, width = range(first, end), len(total)
 
     def format_name(number: int) -> str:
         return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
@@ -108,6 +111,13 @@ def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> Non
         error.what = f"found only {len(names)} of {count}: {quote_names(names)}"
         error.why = f"missing: {error.why}"
         raise error
+
+
+def find_index_of_shard(path: TreePath) -> str | None:
+    """Return the name of the index next to the numbered shard *path*, or None."""
+    match = _NUMBERED_SHARD.fullmatch(path.name)
+    name = f"{match[1]}{INDEX_SUFFIX}" if match else ""
+    return name if name and (path.parent / name).is_file() else None
 
 
 def _is_complete_set(names: Sequence[str]) -> bool:

@@ -22,19 +22,16 @@ from ckptctl.conversion.destinations import (
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.plan import Reasons
 from ckptctl.conversion.recognition.model import ModelDescription
-from ckptctl.errors import MappingError, UnsupportedError, format_option
 from ckptctl.formats.delta import ASSETS_FOLDER
 from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.numerics.kinds.delta import DeltaArguments
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.files import source_files
-from ckptctl.storage.json_reader import parse_json
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
-from ckptctl.verbs.deltas.canonical import CanonicalCheckpoint, open_canonical
-from ckptctl.verbs.deltas.chain import Chain, OpenedDelta, ResolvedTensor, open_delta
-from ckptctl.verbs.deltas.check import check_chain, is_like_record
+from ckptctl.verbs.deltas.canonical import CanonicalCheckpoint
+from ckptctl.verbs.deltas.chain import Chain, ResolvedTensor, open_delta
+from ckptctl.verbs.deltas.check import check_chain, open_base, require_same_model
 from ckptctl.verbs.deltas.delta_options import DeltaApplyOptions
 
 
@@ -94,7 +91,6 @@ def plan_apply(
         conversion_options = options.with_target_format(
             options.to or require_writable_format(base_path, options.from_format)
         )
-        model_type = options.model_type or chain.deltas[0].manifest.model_type
         canonical_options = options.with_target_format(
             "peft" if _is_adapter_format(base_path, options) else "hf",
             **dict.fromkeys(("to_layout", "dtype", "dequantize", "quantize", "vocab_size")),
@@ -104,10 +100,8 @@ def plan_apply(
             untie=False,
             stack_layers=False,
         )
-        canonical = open_canonical(
-            base_path, replace(canonical_options, overwrite=False, model_type=model_type)
-        )
-        _require_same_model(chain, canonical, options.jobs)
+        canonical = open_base(base_path, replace(canonical_options, overwrite=False), chain)
+        require_same_model(chain, canonical, options.jobs)
         step = DeltaStep(chain, canonical)
         plan = plan_with_steps(
             base_path,
@@ -150,29 +144,6 @@ def _is_adapter_format(path: TreePath, options: DeltaApplyOptions) -> bool:
         else formats.detect_format(path)
     )
     return source.adapters
-
-
-def _require_same_model(chain: Chain, base: CanonicalCheckpoint, jobs: int | None) -> None:
-    """Raise if the base has another model type or other tensors than the deltas."""
-    manifest = chain.deltas[0].manifest
-    where = f"{base.draft.source.path} and {chain.deltas[0].root}"
-    if manifest.model_type != base.model_type:
-        raise MappingError(
-            "the delta belongs to another model type",
-            where=where,
-            why=f"the base is {base.model_type or 'unknown'}, the delta is for "
-            f"{manifest.model_type or 'an unknown type'}",
-            hint=f"pass {format_option(f'--model-type {manifest.model_type}')} if this is wrong"
-            if manifest.model_type
-            else None,
-        )
-    tensors = base.catalog.tensors
-    names = (item.base_name for item in chain.tensors.values() if item.base_name is not None)
-    if not all(
-        name in tensors and is_like_record(tensors[name], chain.base[name]) for name in names
-    ):
-        # This raises, because the digests differ, and describes the difference.
-        check_chain(chain, base, lambda _: None, jobs)
 
 
 class DeltaStep:
@@ -259,7 +230,7 @@ class DeltaStep:
             for name in CONFIG_FILES:
                 if name in given or name not in names:
                     continue
-                content = self._read_config(delta, name)
+                content = delta.read_config(name)
                 documents[name] = content
                 described = [item for item in described if item.name != name]
                 described.append(ModelDescription(name, str(root / name), content))
@@ -267,12 +238,3 @@ class DeltaStep:
             assets, roots=roots, sizes=sizes, documents=documents, described=tuple(described)
         )
         return replace(draft, assets=changed)
-
-    def _read_config(self, delta: OpenedDelta, name: str) -> Mapping[str, object]:
-        where = str(delta.root / ASSETS_FOLDER / name)
-        with source_files(delta.root) as files:
-            content = delta.read_asset(files, name)
-        parsed = parse_json(content, where=where, allow_nan=True)
-        if not isinstance(parsed, dict):
-            raise UnsupportedError(f"`{name}` is not a JSON object", where=where)
-        return parsed

@@ -27,6 +27,7 @@ from ckptctl.formats.delta import (
     TensorRecord,
     read_manifest,
 )
+from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.numerics.kinds.delta import (
     REPLACING_KINDS,
     BlockCodec,
@@ -40,6 +41,7 @@ from ckptctl.numerics.kinds.delta import (
     view_words,
 )
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import parse_json
 from ckptctl.storage.safetensors_header import read_safetensors_header
 from ckptctl.storage.sources import require_same_files
 from ckptctl.tree import TreePath
@@ -69,7 +71,7 @@ class OpenedDelta:
     identities: Mapping[str, FileIdentity]
 
     def check_files(self) -> None:
-        """Read all files, and raise if one does not match its digest in the manifest."""
+        """Read all files, and raise if one does not match its digest, or is no configuration."""
         with source_files(self.root) as files:
             for name, record in self.manifest.files.items():
                 digest = hashlib.sha256()
@@ -77,6 +79,9 @@ class OpenedDelta:
                     digest.update(files.read(name, start, min(READ_BYTES, record.size - start)))
                 if digest.hexdigest() != record.sha256:
                     raise self._digest_error(name)
+        for name in CONFIG_FILES:
+            if name in self.manifest.assets:
+                self.read_config(name)
 
     def require_unchanged(self) -> None:
         """Raise `ChangedError` if a file changed since the delta was opened.
@@ -93,6 +98,16 @@ class OpenedDelta:
         if hashlib.sha256(content).hexdigest() != record.sha256:
             raise self._digest_error(path)
         return content
+
+    def read_config(self, name: str) -> Mapping[str, object]:
+        """Read and parse a configuration file that the delta carries."""
+        where = str(self.root / ASSETS_FOLDER / name)
+        with source_files(self.root) as files:
+            content = self.read_asset(files, name)
+        parsed = parse_json(content, where=where, allow_nan=True)
+        if not isinstance(parsed, dict):
+            raise UnsupportedError(f"`{name}` is not a JSON object", where=where)
+        return parsed
 
     def _digest_error(self, name: str) -> DamagedError:
         return DamagedError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import DamagedError, RefusedError, quote_names
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.errors import DamagedError, MappingError, RefusedError, format_option, quote_names
 from ckptctl.formats.delta import TensorRecord, compute_digest
 from ckptctl.installed import require_torch
 from ckptctl.storage.arithmetic import import_torch
@@ -21,6 +22,7 @@ from ckptctl.verbs.deltas.canonical import (
     CanonicalCheckpoint,
     iterate_blocks,
     map_in_threads,
+    open_canonical,
     select_stored,
 )
 from ckptctl.verbs.deltas.chain import COPY_HINT, Chain, ResolvedTensor, iterate_result_blocks
@@ -33,6 +35,51 @@ class _Digests:
     base: str | None = None
     result: str | None = None
     nbytes: int = 0
+
+
+def open_base(path: TreePath, options: ConversionOptions, chain: Chain) -> CanonicalCheckpoint:
+    """Open the base of *chain*, with *options* of a conversion to the canonical layout.
+
+    A base that does not describe its model has the model type of the delta.
+    """
+    stated = options.model_type or chain.deltas[0].manifest.model_type
+    with_stated_type = replace(options, model_type=stated)
+    try:
+        base = open_canonical(path, options)
+    except MappingError:  # names of tensors alone may not determine the model type
+        return open_canonical(path, with_stated_type)
+    is_described = base.draft.change.family is not None and base.draft.source.documents
+    if is_described or base.model_type == stated:
+        return base
+    return open_canonical(path, with_stated_type)
+
+
+def require_same_model(chain: Chain, base: CanonicalCheckpoint, jobs: int | None) -> None:
+    """Raise if the base has another model type or other tensors than the deltas.
+
+    Raises:
+        MappingError: The model types differ.
+        RefusedError: The tensors differ.
+    """
+    manifest = chain.deltas[0].manifest
+    where = f"{base.draft.source.path} and {chain.deltas[0].root}"
+    if manifest.model_type != base.model_type:
+        raise MappingError(
+            "the delta belongs to another model type",
+            where=where,
+            why=f"the base is {base.model_type or 'unknown'}, the delta is for "
+            f"{manifest.model_type or 'an unknown type'}",
+            hint=f"pass {format_option(f'--model-type {manifest.model_type}')} if this is wrong"
+            if manifest.model_type
+            else f"make the delta again with {format_option(f'--model-type {base.model_type}')}",
+        )
+    tensors = base.catalog.tensors
+    names = (item.base_name for item in chain.tensors.values() if item.base_name is not None)
+    if not all(
+        name in tensors and is_like_record(tensors[name], chain.base[name]) for name in names
+    ):
+        # This raises, because the digests differ, and describes the difference.
+        check_chain(chain, base, lambda _: None, jobs)
 
 
 def check_chain(

@@ -163,7 +163,15 @@ class _Finder:
 
     def _get_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in memory, or raise if it has no data or another dtype or shape."""
+        import torch
+
         tensor = self._tensors[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise MappingError(
+                f"`{name}` is not a tensor of torch",
+                where=self._where,
+                why=f"it is of type `{type(tensor).__name__}`",
+            )
         if tensor.is_meta or hasattr(tensor, "to_local"):
             raise MappingError(
                 f"`{name}` has no data" if tensor.is_meta else f"`{name}` is a DTensor",
@@ -178,6 +186,13 @@ class _Finder:
                 why=f"{own_form[0]} {list(own_form[1])} in memory, "
                 f"{dtype} {list(shape)} in the delta",
                 hint=CHECKPOINT_HINT,
+            )
+        if any(not step and size > 1 for step, size in zip(tensor.stride(), shape, strict=True)):
+            raise MappingError(
+                f"elements of `{name}` share memory",
+                where=self._where,
+                why=f"its strides are {list(tensor.stride())}",
+                hint="pass the tensor that was expanded, or a copy",
             )
         return tensor.detach()
 
@@ -206,6 +221,8 @@ class _Finder:
 
     def map_layout(self, layout: str) -> dict[str, LiveTensor]:
         """Find the elements of each tensor in tensors of *layout*."""
+        import torch
+
         manifest = self._manifest
         if manifest.model_type is None:
             raise MappingError(
@@ -220,6 +237,7 @@ class _Finder:
                 tuple(name.split(".")),
             )
             for name, tensor in self._tensors.items()
+            if isinstance(tensor, torch.Tensor)
         }
         request = MappingRequest(
             source=ModelRequest(model_type=manifest.model_type, layout=manifest.layout),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
-from ckptctl.verbs.deltas.canonical import CanonicalCheckpoint, open_canonical
+from ckptctl.verbs.deltas.canonical import CanonicalCheckpoint
 from ckptctl.verbs.deltas.chain import Chain, open_delta
-from ckptctl.verbs.deltas.check import check_chain
+from ckptctl.verbs.deltas.check import check_chain, open_base, require_same_model
 from ckptctl.verbs.deltas.delta_options import DeltaVerifyOptions
 from ckptctl.verbs.deltas.delta_result import DeltaVerification
 
@@ -30,11 +29,8 @@ class DeltaCheck:
         self.nbytes = sum(delta.manifest.nbytes for delta in self.chain.deltas)
         if options.base is not None:
             path = formats.to_existing_path(options.base)
-            chosen = options.to_conversion_options(path)
-            stated = self.chain.deltas[0].manifest.model_type
-            self.base = open_canonical(
-                path, replace(chosen, model_type=chosen.model_type or stated)
-            )
+            self.base = open_base(path, options.to_conversion_options(path), self.chain)
+            require_same_model(self.chain, self.base, options.jobs)
             self.nbytes = self.base.catalog.nbytes
 
     def run(self, progress: Advance) -> DeltaVerification:
