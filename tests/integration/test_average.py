@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
