@@ -110,24 +110,35 @@ def check_scales_kept(draft: Draft) -> Draft:
     """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
     renamed = not draft.change.keeps_names
-    require_scales_kept(draft.catalog, names, renamed=renamed, dtype=draft.options.dtype)
+    require_scales_kept(
+        draft.catalog,
+        names,
+        renamed=renamed,
+        dtype=draft.options.dtype,
+        allow_missing=draft.options.allow_missing,
+    )
     return draft
 
 
 def require_scales_kept(
-    catalog: Catalog, selected: Collection[str], *, renamed: bool, dtype: str | None
+    catalog: Catalog,
+    selected: Collection[str],
+    *,
+    renamed: bool,
+    dtype: str | None,
+    allow_missing: bool = False,
 ) -> None:
-    """Raise if a conversion would separate quantized weights from their scales.
+    """Raise if a conversion would separate quantized weights from their scales, or miss some.
 
-    If all tensors are copied under their own names, no scale is lost, so nothing is checked.
+    If all tensors are copied under their own names, only missing tensors are errors, and none are
+    with *allow_missing*.
     """
-    if not renamed and dtype is None and catalog.tensors.keys() <= set(selected):
-        return
-    if is_unquantized(catalog):
+    is_copy = not renamed and dtype is None and catalog.tensors.keys() <= set(selected)
+    if (is_copy and allow_missing) or is_unquantized(catalog):
         return
     survey = survey_leniently(catalog)
     for error in survey.errors.values():
-        if isinstance(error, DamagedError | UnsupportedError):
+        if isinstance(error, DamagedError) or (isinstance(error, UnsupportedError) and not is_copy):
             raise error
     selected_weights = [weight for weight in survey.weights if weight.lead in selected]
     without_scales = [

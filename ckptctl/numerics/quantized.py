@@ -243,8 +243,9 @@ def require_paired_scales(catalog: Catalog) -> None:
 def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
     """Return whether missing tensors of quantized weights can be determined.
 
-    This requires that at least one weight is complete, or that the config states a scheme that
-    tensor names identify. If the config is unsupported, missing tensors cannot be determined.
+    This requires that at least one weight is complete, that the config states a scheme that tensor
+    names identify, or that no tensor but the weights is left of the stated scheme. If the config is
+    unsupported, missing tensors cannot be determined.
     """
     tensor_errors = (DamagedError, UnsupportedError)
     if any(not isinstance(error, tensor_errors) for error in survey.errors.values()):
@@ -254,8 +255,10 @@ def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
     is_named_scheme = any(
         scheme.needs_no_config and method in scheme.methods for scheme in load_schemes()
     )
+    is_supported = method in list_supported_methods()
     return is_named_scheme or (
-        bool(survey.weights) and (not method or method in list_supported_methods())
+        (bool(survey.weights) and (not method or is_supported))
+        or (bool(survey.weights_without_scales) and is_supported)
     )
 
 

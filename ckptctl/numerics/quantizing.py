@@ -6,7 +6,7 @@ dtype, after dequantizing or merging. The unquantized tensors are virtual too an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -203,6 +203,7 @@ def _select_tensors(
         _require_quantizable(tensor, recipe, linear_roles.get(tensor.name, "other"), draft.change)
     names = {tensor.name for tensor in selected}
     _require_complete_groups(names, names_in_output)
+    _require_all_split(draft, recipe, linear_roles, names)
     pairs = [
         (candidate.name, candidate.alias_of) for candidate in draft.tensors if candidate.alias_of
     ]
@@ -214,6 +215,31 @@ def _select_tensors(
             hint=_skip_hint(),
         )
     return selected
+
+
+def _require_all_split(
+    draft: Draft, recipe: Recipe, linear_roles: Mapping[str, Role], selected: Collection[str]
+) -> None:
+    """Raise if stacks of experts are split in some layers, but left as they are in others."""
+    split_names = {
+        tensor.name
+        for tensor in draft.tensors
+        if tensor.name in linear_roles
+        and _is_split_into_experts(tensor, recipe, linear_roles[tensor.name])
+    }
+    left = sorted(split_names.difference(selected))
+    if left and not split_names.isdisjoint(selected):
+        layout = format_option(f"--to-layout {LLM_COMPRESSOR}")
+        family = draft.change.family
+        is_separable = family is not None and LLM_COMPRESSOR in family.layouts
+        raise UsageError(
+            "cannot quantize only some stacks of experts",
+            where=f"tensor `{left[0]}`",
+            why="quantization stores one weight per expert, and no layout has both",
+            hint=f"pass {layout} to separate all experts"
+            if is_separable and recipe.is_compressed_tensors
+            else f"pass {format_option('--quantize-not')} with a glob that matches all or none",
+        )
 
 
 def _require_complete_groups(names: set[str], available_names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,59 @@ def test_conversion_stacks_unquantized_experts(tmp_path: Path, name: str) -> Non
     plain, back = read(source), read(tmp_path / "back")
     assert back.keys() == plain.keys()
     assert all(same(one, plain[key]) for key, one in back.items())
+
+
+# ------------------------------------------------------------------------- damaged weights
+
+
+def remove_tensors(folder: Path, target: Path, pattern: str) -> Path:
+    state = {name: one for name, one in read(folder).items() if not re.search(pattern, name)}
+    return save_hf(target, state, json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "pattern"),
+    [
+        ("gemma4_text.moe", "fp8-channel", "weight_scale$"),
+        ("gemma4_text.moe", "fp8-channel", r"layers\.2\.experts\.1\.up_proj\.weight_scale"),
+        ("gemma4_text.moe", "fp8-channel", r"layers\.2\.experts\.1\.up_proj\.weight$"),
+        ("mistral4", "int8-channel", "weight_scale$"),
+        ("llama4_text", BLOCKS, r"\.experts\.1\."),
+        ("llama4_text", BLOCKS, r"model\.norm"),
+        ("llama3", BLOCKS, r"model\.norm"),
+    ],
+)
+def test_damaged_quantized_model_is_refused_by_all_commands(
+    tmp_path: Path, name: str, scheme: str, pattern: str
+) -> None:
+    quantized(stacked_golden(tmp_path / "source", name), tmp_path / "out", scheme)
+    assert ckptctl.verify(tmp_path / "out").verdict == "complete"
+    damaged = remove_tensors(tmp_path / "out", tmp_path / "damaged", pattern)
+    assert ckptctl.verify(damaged).verdict == "damaged"
+    assert ckptctl.inspect(damaged).verdict == "damaged"
+    each: tuple[dict[str, Any], ...] = ({"to": "hf"}, {"to": "dcp"}, {"dequantize": "bf16"})
+    for options in (*each, {"dtype": "bf16"}):
+        with pytest.raises(CkptError):
+            ckptctl.convert(damaged, tmp_path / "back", **{"to": "hf", **options})
+    if pattern != "weight_scale$":
+        ckptctl.convert(damaged, tmp_path / "part", to="hf", allow_missing=True)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("gemma4_text.moe", "fp8-channel")])
+def test_quantizing_stacks_of_some_layers_is_refused(
+    tmp_path: Path, name: str, scheme: str
+) -> None:
+    source = stacked_golden(tmp_path / "source", name)
+    options: dict[str, Any] = {"quantize_not": "*layers.0.experts*"}
+    with pytest.raises(UsageError, match="only some stacks") as refused:
+        quantized(source, tmp_path / "out", scheme, **options)
+    assert "to_layout='llm-compressor'" in str(refused.value.hint)
+    quantized(source, tmp_path / "out", scheme, to_layout=LLM_COMPRESSOR, **options)
+    assert ckptctl.verify(tmp_path / "out").verdict == "complete"
+    with pytest.raises(UsageError, match="only some stacks"):
+        quantized(
+            stacked_golden(tmp_path / "llama4", "llama4_text"),
+            tmp_path / "blocks",
+            BLOCKS,
+            quantize_not="*layers.1.*experts*",
+        )

@@ -299,7 +299,7 @@ def _recognize_dequantized(model: Model, names: Collection[str]) -> tuple[Model,
 
     Models are returned unchanged unless no table describes their quantization scheme.
     """
-    unquantized_names = to_dequantized_names(names)
+    unquantized_names = to_dequantized_names(names, model.list_unknown_keys(names))
     if unquantized_names is names:
         return model, names
     model_type = model.request.model_type

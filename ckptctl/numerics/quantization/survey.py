@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -180,7 +181,43 @@ def _add_weights(
         tensors,
         used_names,
     )
+    if not matched_groups and not result.errors:
+        stated = [
+            pattern
+            for scheme in applicable
+            if quant_config.method in scheme.methods
+            for pattern in scheme.naming_patterns
+        ]
+        _add_weights_alone(result, stated, tensors, used_names)
     return used_names
+
+
+def _add_weights_alone(
+    result: QuantizationSurvey,
+    patterns: Sequence[NamingPattern],
+    tensors: Tensors,
+    used_names: set[str],
+) -> None:
+    """Add quantized tensors to *result* if no weight of the stated scheme has its scales.
+
+    Tensors of modules with others that may be scales of an unknown name are omitted.
+    """
+    modules = Counter(name.rpartition(".")[0] for name in tensors if not name.endswith(".bias"))
+    for name, entry in tensors.items():
+        if (
+            name not in used_names
+            and entry.dtype not in UNQUANTIZED_DTYPES
+            and modules[name.rpartition(".")[0]] == 1
+            and any(
+                pattern.build_weight
+                and name.endswith(pattern.lead_suffix)
+                and pattern.lead_suffix
+                and entry.dtype in pattern.dtypes
+                for pattern in patterns
+            )
+        ):
+            result.weights_without_scales.append(name)
+            used_names.add(name)
 
 
 def _match_naming_pattern(
@@ -329,17 +366,24 @@ def _add_unknown_tensors(
             )
 
 
-def to_dequantized_names(names: Collection[str]) -> Collection[str]:
+def to_dequantized_names(
+    names: Collection[str], unknown_names: Collection[str] = ()
+) -> Collection[str]:
     """Replace the tensor names of each quantized weight by the name of the dequantized tensor.
 
     *names* are returned unchanged if no tensor is to be dropped, and no name identifies a scheme
-    whose tensors are missing in the families' tables (``Scheme.in_tables``).
+    whose tensors are missing in the families' tables (``Scheme.in_tables``). The tables of some
+    families also lack other schemes, which *unknown_names*, those that no table lists, show.
     """
     if all(name.endswith(UNQUANTIZED_ENDINGS) for name in names):
         return names
     all_schemes = _load_schemes()
     dropped = tuple(suffix for scheme in all_schemes for suffix in scheme.drop_reasons)
-    if not any(name.endswith((*dropped, *_list_identifying_suffixes())) for name in names):
+    if not any(
+        name.endswith((*dropped, *_list_identifying_suffixes(in_tables=False))) for name in names
+    ) and not any(
+        name.endswith(_list_identifying_suffixes(in_tables=True)) for name in unknown_names
+    ):
         return names
     patterns = [pattern for scheme in all_schemes for pattern in scheme.naming_patterns]
     suffixes = {
@@ -359,12 +403,12 @@ def to_dequantized_names(names: Collection[str]) -> Collection[str]:
 
 
 @cache
-def _list_identifying_suffixes() -> tuple[str, ...]:
-    """List the name suffixes that identify schemes whose tensors are not in families' tables."""
+def _list_identifying_suffixes(*, in_tables: bool) -> tuple[str, ...]:
+    """List the name suffixes that identify schemes that families' tables list, or do not."""
     patterns = (
         pattern
         for scheme in _load_schemes()
-        if not scheme.in_tables
+        if scheme.in_tables == in_tables
         for pattern in scheme.naming_patterns
     )
     return tuple(
