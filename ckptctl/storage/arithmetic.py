@@ -70,6 +70,14 @@ def import_torch() -> None:
             gc.enable()
 
 
+def is_tensor(value: object) -> bool:
+    """Return whether *value* is a tensor of torch."""
+    import_torch()
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
 def limit_torch_to_one_thread() -> None:
     """Limit torch to one thread for operations of the calling thread.
 

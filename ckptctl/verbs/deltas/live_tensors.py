@@ -19,6 +19,7 @@ from ckptctl.errors import CkptError, MappingError, format_option, quote_names
 from ckptctl.planner.strided import Part
 from ckptctl.save_load.loading.state_mapping import MappingRequest, map_state
 from ckptctl.save_load.saving.local_shards import TensorMeta
+from ckptctl.storage.arithmetic import is_tensor
 from ckptctl.verbs.deltas.chain import Chain
 
 if TYPE_CHECKING:
@@ -163,10 +164,8 @@ class _Finder:
 
     def _get_tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in memory, or raise if it has no data or another dtype or shape."""
-        import torch
-
         tensor = self._tensors[name]
-        if not isinstance(tensor, torch.Tensor):
+        if not is_tensor(tensor):
             raise MappingError(
                 f"`{name}` is not a tensor of torch",
                 where=self._where,
@@ -221,8 +220,6 @@ class _Finder:
 
     def map_layout(self, layout: str) -> dict[str, LiveTensor]:
         """Find the elements of each tensor in tensors of *layout*."""
-        import torch
-
         manifest = self._manifest
         if manifest.model_type is None:
             raise MappingError(
@@ -237,7 +234,7 @@ class _Finder:
                 tuple(name.split(".")),
             )
             for name, tensor in self._tensors.items()
-            if isinstance(tensor, torch.Tensor)
+            if is_tensor(tensor)
         }
         request = MappingRequest(
             source=ModelRequest(model_type=manifest.model_type, layout=manifest.layout),
