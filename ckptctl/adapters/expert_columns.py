@@ -28,7 +28,7 @@ from ckptctl.units import pluralize
 LAYOUT_KEY, DETAILS_KEY = "lora_B_layout", "unsloth_fused_expert_lora"
 GROUPED, RANK_MAJOR = "grouped_by_expert", "rank_major"
 B = ".lora_B.weight"
-_NESTED = re.compile(r"(\.base_layer)+\Z")
+_NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)++\Z")
 
 
 def restore_column_order(catalog: Catalog) -> Catalog:
