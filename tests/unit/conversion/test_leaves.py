@@ -210,9 +210,9 @@ OTHER = {"b.weight": ("float8_e4m3fn", 128, 128)}
 FP8 = {"quant_method": "fp8"}
 
 
-def check(tensors, *, without=(), renamed=False, dtype=None, quantization=None):
-    chosen = tensors.keys() - set(without)
-    require_scales_kept(catalog(tensors, quantization), chosen, renamed=renamed, dtype=dtype)
+def check(tensors, *, without=(), renamed=False, dtype=None, quantization=None, **options):
+    chosen, found = tensors.keys() - set(without), catalog(tensors, quantization)
+    require_scales_kept(found, chosen, renamed=renamed, dtype=dtype, **options)
 
 
 def test_quantized_pair_can_be_renamed():
@@ -220,8 +220,10 @@ def test_quantized_pair_can_be_renamed():
     check(BLOCKS | SCALES | NORM, renamed=True)
 
 
-def test_complete_copy_skips_quantization_check():
-    check(OTHER | WEIGHT | SCALE, quantization=FP8)
+def test_complete_copy_requires_scales_unless_missing_tensors_are_allowed():
+    with pytest.raises(DamagedError, match=r"without scales: `b\.weight`"):
+        check(OTHER | WEIGHT | SCALE, quantization=FP8)
+    check(OTHER | WEIGHT | SCALE, quantization=FP8, allow_missing=True)
 
 
 def test_unscaled_float8_is_cast_as_plain_numbers():
