@@ -54,6 +54,7 @@ def test_busy_rank_makes_all_ranks_skip(tmp_path: Path) -> None:
     run_on_ranks(skip_alike, (2,), tmp_path)
 
 
+@pytest.mark.slow
 def test_failures_are_raised_on_all_ranks(tmp_path: Path) -> None:
     run_on_ranks(fail_alike, (2,), tmp_path)
 

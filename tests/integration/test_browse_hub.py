@@ -118,6 +118,7 @@ def test_values_of_remote_tensor_are_read_in_bounded_memory(large: Hub) -> None:
     assert 2 * LARGE_BYTES - CACHE_BYTES <= sent[2] <= 2 * LARGE_BYTES + SLACK_BYTES
 
 
+@pytest.mark.slow
 def test_escape_stops_reading_of_remote_tensor(large: Hub) -> None:
     large.gather, large.patience = 1000, 0.3  # each request takes as long
 

@@ -777,6 +777,7 @@ def test_mistyped_selection_has_a_hint(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_overlapping_tasks_do_not_corrupt_outputs(tmp_path: Path, run: Path) -> None:
     expected = convert_alone(run, tmp_path / "alone", to="dcp")
     words: list[object] = ["convert", run, tmp_path / "out", "--to", "dcp", "--each", "--resume"]
@@ -827,6 +828,7 @@ def require_converted_once(tmp_path: Path, run: Path) -> None:
     assert sorted(converted) == sorted(f"step-{step}" for step in STEPS)
 
 
+@pytest.mark.slow
 def test_slurm_script_of_page(tmp_path: Path, run: Path) -> None:
     script = tmp_path / "convert.sbatch"
     script.write_text(page_block(tmp_path, "bash", "#SBATCH"))
@@ -952,6 +954,7 @@ def test_outputs_at_a_url_are_not_written_into_the_run(tmp_path: Path, folder: s
     assert statuses(result) == {"step-200": "converted"}
 
 
+@pytest.mark.slow
 @of_the_client
 def test_branches_of_a_hub_repository(hub: Hub, run: Path) -> None:
     repository = hub.repositories["org/new"]
@@ -983,6 +986,7 @@ def test_branches_of_a_hub_repository(hub: Hub, run: Path) -> None:
     assert set(statuses(changed).values()) == {"converted", "present"}
 
 
+@pytest.mark.slow
 @of_the_client
 def test_existing_branch_and_folder_of_hub_repository(hub: Hub, run: Path) -> None:
     result = ckptctl.convert_run(run, "hf://org/new/run", to="hf", steps="100,200")

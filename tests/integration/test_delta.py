@@ -434,6 +434,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], l
     return folder / "base", deltas, states
 
 
+@pytest.mark.slow
 def test_chain_of_fifty_and_its_squashed_delta_are_bit_exact(
     tmp_path: Path, chain: tuple[Path, list[Path], list[State]]
 ) -> None:
@@ -708,6 +709,7 @@ def test_block_that_is_larger_than_its_elements_is_damaged(
         assert "for a block of 1,048,576" in str(damaged.value.why)
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_decode_are_damaged_not_a_crash(
     made: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -203,6 +203,7 @@ def test_repository_of_the_hub_is_a_source_and_no_destination(
     assert "hf://buckets/ORG/NAME/FOLDER" in found.stderr
 
 
+@pytest.mark.slow
 def test_delta_in_a_bucket_of_the_hub(steps: list[Path], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, hub_bucket_server.serving(patch) as server:
         url = f"hf://buckets/{BUCKET_ID}"

@@ -22,6 +22,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_stock_torch_loads_lowest_rank_under_plain_name(saved: Path) -> None:
     for folder in sorted(saved.iterdir()):
         world, seed = (int(number) for number in folder.name.split("-")[-2:])

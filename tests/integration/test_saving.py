@@ -22,6 +22,7 @@ from tests.integration import saving_ranks
 from tests.integration.saving_ranks import stock_load, tensors
 
 
+@pytest.mark.slow
 def test_save_plans_are_reused_but_never_stale(tmp_path: Path) -> None:
     run_on_ranks(saving_ranks.plans_are_used_again_and_never_stale, (2,), tmp_path)
 

@@ -99,7 +99,7 @@ def adapt(state: State, family: Family, folder: Path) -> State:
     return added
 
 
-@pytest.mark.parametrize("name", one_in(11, MODELS))
+@pytest.mark.parametrize("name", one_in(31, MODELS))
 def test_stacked_factors_merge_into_every_layout(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     base = save_base(name, tmp_path / "base")

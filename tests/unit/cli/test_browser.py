@@ -290,6 +290,7 @@ def write_long_index(path: Path, count: int) -> None:
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 2 * count)
 
 
+@pytest.mark.slow
 def test_only_visible_lines_are_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 20_000
     write_long_index(tmp_path / "m.safetensors", count)
@@ -323,6 +324,7 @@ def test_only_index_is_read_without_request(llama: Path, monkeypatch: pytest.Mon
     drive([llama], act)
 
 
+@pytest.mark.slow
 def test_reading_stops_on_request(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
 
