@@ -30,6 +30,7 @@ from ckptctl.adapters.expert_stacks import (
     require_family,
 )
 from ckptctl.adapters.peft import (
+    BASE_LAYERS,
     EXPERT_LAYER_NAMES,
     MERGEABLE_FIELDS,
     TARGET_PARAMETERS,
@@ -65,7 +66,6 @@ from ckptctl.units import pluralize
 
 ExpertForm = Literal["apart", "stacked"]
 A, B = ".lora_A.weight", ".lora_B.weight"
-_NESTED = re.compile(r"(\.base_layer)+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _match_parameter(
     model_tensors: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
     """Yield the parameter that the factors of *module* change, unless it is a linear layer."""
-    model_module = _NESTED.sub("", module).removeprefix(PEFT_PREFIX)
+    model_module = BASE_LAYERS.sub("", module).removeprefix(PEFT_PREFIX)
     parameter_names = [
         f"{model_module}.{target.rpartition('.')[2]}"
         for target in target_parameters

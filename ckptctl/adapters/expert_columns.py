@@ -11,11 +11,10 @@ Source: ``temporary_patches/moe_utils.py`` in unsloth-zoo, and the tests of its 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptctl.adapters.peft import TARGET_PARAMETERS, find_adapter_config
+from ckptctl.adapters.peft import BASE_LAYERS, TARGET_PARAMETERS, find_adapter_config
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.errors import MappingError, UnsupportedError, quote_names
@@ -28,7 +27,6 @@ from ckptctl.units import pluralize
 LAYOUT_KEY, DETAILS_KEY = "lora_B_layout", "unsloth_fused_expert_lora"
 GROUPED, RANK_MAJOR = "grouped_by_expert", "rank_major"
 B = ".lora_B.weight"
-_NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)++\Z")
 
 
 def restore_column_order(catalog: Catalog) -> Catalog:
@@ -103,7 +101,7 @@ def _list_stacked_factors(catalog: Catalog, config: Json) -> Iterator[str]:
         else set()
     )
     for name, entry in catalog.tensors.items():
-        module = _NESTED.sub("", name.removesuffix(B))
+        module = BASE_LAYERS.sub("", name.removesuffix(B))
         is_target = any(f".{module}".endswith(f".{path}") for path in modules if path)
         if name.endswith(B) and is_target and len(entry.shape) == 2:
             yield name

@@ -51,6 +51,8 @@ UNSUPPORTED_MAMBA_LAYERS = frozenset({"conv1d", "out_proj"})
 TRANSPOSED_TYPES = frozenset({"gpt2"})
 """Model types whose linear weights are stored as ``[in, out]``, which adapters do not support."""
 """Layers of Mamba models that PEFT rejects (``_check_lora_target_modules_mamba``)."""
+BASE_LAYERS = re.compile(r"(?<!\.base_layer)(?:\.base_layer)++\Z")
+"""Names of wrappers at the end of the name of a module that several adapters wrap."""
 _REGEX_TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.", re.DOTALL
 )

@@ -22,7 +22,7 @@ _LAST = re.compile(r"last(?:-v\d{1,9})?\.ckpt", re.ASCII)
 _VALUE = r"-?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|(?:nan|inf)(?!\w))"
 _TORCHTNT = re.compile(
     r"epoch_(\d{1,18})((?:_(?:train_|eval_|predict_)?step_\d{1,18})+)"
-    rf"(?:_([A-Za-z]\w*)=({_VALUE}))?",
+    rf"(?:_([A-Za-z]\w{{0,255}})=({_VALUE}))?",
     re.ASCII,
 )
 _PAIR = re.compile(rf"((?:^|[-_])([A-Za-z][\w./]{{0,255}})=)({_VALUE})", re.ASCII)
