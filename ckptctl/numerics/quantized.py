@@ -256,9 +256,10 @@ def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
         scheme.needs_no_config and method in scheme.methods for scheme in load_schemes()
     )
     is_supported = method in list_supported_methods()
-    return is_named_scheme or (
-        (bool(survey.weights) and (not method or is_supported))
-        or (bool(survey.weights_without_scales) and is_supported)
+    return (
+        is_named_scheme
+        or survey.lacks_all_scales
+        or (bool(survey.weights) and (not method or is_supported))
     )
 
 

@@ -40,6 +40,7 @@ class QuantizationSurvey:
         weights_without_scales: Names of quantized tensors without scales.
         scales_without_weights: Names of scales without quantized tensors.
         dropped: Descriptions, by name, of tensors that dequantized models do not need.
+        lacks_all_scales: Whether the weights of the stated scheme are there, but no scales.
     """
 
     weights: list[QuantizedWeight] = field(default_factory=list)
@@ -48,6 +49,7 @@ class QuantizationSurvey:
     weights_without_scales: list[str] = field(default_factory=list)
     scales_without_weights: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+    lacks_all_scales: bool = False
 
     @property
     def is_fully_supported(self) -> bool:
@@ -218,6 +220,7 @@ def _add_weights_alone(
         ):
             result.weights_without_scales.append(name)
             used_names.add(name)
+            result.lacks_all_scales = True
 
 
 def _match_naming_pattern(
