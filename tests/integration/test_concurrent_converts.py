@@ -171,7 +171,10 @@ def test_concurrent_overwrites_leave_one_complete_checkpoint(
         codes = [one.code for one in ended]
         assert set(codes) <= {0, 6} and 0 in codes, ended
         for lost in (one for one in ended if one.code):
-            assert re.search(r"another process is .* \(PID \d+\)", lost.said)
+            # The destination may be replaced while a run looks whether it may replace it.
+            assert re.search(
+                r"another process is .* \(PID \d+\)|contains more than a checkpoint", lost.said
+            )
         assert value_of(target) in sources
         assert left(tmp_path) == ["out"]
 
