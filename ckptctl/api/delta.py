@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["apply", "apply_to", "make", "plan", "squash", "verify"]
 
+_MAPPING_HINTS = {
+    "tensors": "pass `model.state_dict()`, or `dict(model.named_parameters())`",
+    "names": "pass a dictionary from names in the delta to names in memory",
+    "fused": "pass a dictionary from modules in memory to those of the delta",
+    "config": "pass the content of config.json, such as `model.config.to_dict()`",
+}
+
 
 @accept_keywords(DeltaOptions)
 def make(base: AnyPath, new: AnyPath, out: AnyPath, options: DeltaOptions) -> DeltaResult:
@@ -171,15 +178,12 @@ def apply_to(
         raise UsageError("`layout` cannot be combined with `names` or `fused`")
     if config is not None and layout is None:
         raise UsageError("`config` requires `layout`")
-    for name, value, hint in (
-        ("tensors", tensors, "pass `model.state_dict()`, or `dict(model.named_parameters())`"),
-        ("names", names, "pass a dictionary from names in the delta to names in memory"),
-        ("fused", fused, "pass a dictionary from modules in memory to those of the delta"),
-        ("config", config, "pass the content of config.json, such as `model.config.to_dict()`"),
-    ):
-        if not isinstance(value, Mapping) and (value is not None or value is tensors):
+    optional = {"names": names, "fused": fused, "config": config}
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {"tensors": tensors, **given}.items():
+        if not isinstance(value, Mapping):
             why = f"it is of type `{type(value).__name__}`"
-            raise UsageError(f"`{name}` is not a mapping", why=why, hint=hint)
+            raise UsageError(f"`{name}` is not a mapping", why=why, hint=_MAPPING_HINTS[name])
     if any(isinstance(parts, str) for parts in (fused or {}).values()):
         raise UsageError("a value of `fused` is a string", hint="pass a list of names of modules")
     live_names = LiveNames(names=names or {}, fused=fused or {}, layout=layout, config=config)

@@ -152,7 +152,7 @@ def _note_stacked_experts(
             if recipe.stack_multiples
             else "vLLM reads these stacks of quantized experts, but transformers does not"
         )
-        yield "; ".join((note, *_unstack_hints(change.family, recipe, is_split=False)))
+        yield "; ".join((note, *_unstack_hints(change.family, recipe, is_named=False)))
 
 
 def _note_split_experts(
@@ -358,7 +358,7 @@ def _require_readable_stack(
     block_rows, block_columns = recipe.stack_multiples or (1, 1)
     is_split = _is_split_into_experts(tensor, recipe, role)
     is_named = is_split and change.target_layout in (HF, BASE)
-    unstack_hints = [*_unstack_hints(family, recipe, is_split=is_named)]
+    unstack_hints = [*_unstack_hints(family, recipe, is_named=is_named)]
     if is_split and not unstack_hints:
         return  # no layout of transformers has per-expert weights
     is_read = role == "stacked" and family is not None and recipe.name in family.stack_schemes
@@ -381,22 +381,22 @@ def _require_readable_stack(
     )
 
 
-def _unstack_hints(family: Family | None, recipe: Recipe, *, is_split: bool) -> Iterator[str]:
+def _unstack_hints(family: Family | None, recipe: Recipe, *, is_named: bool) -> Iterator[str]:
     """Yield a hint on the option that unstacks experts, if the family has such a layout.
 
-    If *is_split* is true, stacks get the names of :data:`LLM_COMPRESSOR` without an option.
+    *is_named* states whether split stacks get the names of :data:`LLM_COMPRESSOR` anyway.
     """
     for name in family.layouts if family else ():
         if (
             family
             and _is_readable(name, recipe)
-            and not (is_split and name == LLM_COMPRESSOR)
+            and not (is_named and name == LLM_COMPRESSOR)
             and not TensorRoles(family, family.get_layout(name)).has_stacked_experts
         ):
             yield f"pass {format_option(f'--to-layout {name}')} to write per-expert weights"
             return
     is_separable = family is not None and LLM_COMPRESSOR in family.layouts
-    if is_separable and not (is_split or recipe.is_compressed_tensors):
+    if is_separable and not (is_named or recipe.is_compressed_tensors):
         options = format_option(f"--to-layout {LLM_COMPRESSOR}", "--quantize fp8-channel")
         yield f"pass {options} to write per-expert weights"
 

@@ -294,9 +294,9 @@ def _compare_models(other: Draft, last: Draft) -> Notes:
         tuple(described.values()),
         trust_assets=last.options.trust_assets,
     )
-    documents = [draft.assets.documents.get(CONFIG, {}) for draft in (other, last)]
-    keys = dict.fromkeys(key for document in documents for key in document)
-    if differing := [key for key in keys if len({str(item.get(key)) for item in documents}) > 1]:
+    other_config, config = (draft.assets.documents.get(CONFIG, {}) for draft in (other, last))
+    keys = dict.fromkeys((*other_config, *config))
+    if differing := [key for key in keys if other_config.get(key) != config.get(key)]:
         notes.add(
             f"{CONFIG} differs in {quote_names(differing)}: that of the last checkpoint is used"
         )

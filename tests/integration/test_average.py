@@ -291,10 +291,12 @@ def test_same_checkpoint_twice_is_an_error(tmp_path: Path, run: Path) -> None:
 def test_differences_of_configurations_are_noted(tmp_path: Path, run: Path) -> None:
     path = run / "step-200" / "config.json"
     config = {**json.loads(path.read_text()), "max_position_embeddings": 77, "use_cache": False}
+    config["rope_scaling"] = dict(reversed(config["rope_scaling"].items()))
     path.write_text(json.dumps(config))
     plan = ckptctl.average([run / "step-100", run / "step-200"], tmp_path / "out").plan
     (note,) = (note for note in plan.notes if "config.json differs" in note)
     assert "`max_position_embeddings`" in note and "`use_cache`" in note
+    assert "rope_scaling" not in note, "the order of keys is no difference"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"] is False
 
 

@@ -286,6 +286,18 @@ class SafetensorsLayoutBuilder:
         self.files.append(OutputFile(file, size, make_constant_frame(header)))
 
 
+def _require_no_update(index: object, index_name: str, path: TreePath) -> None:
+    """Raise if the index is that of a published update of weights."""
+    if read_nested_or_none(str, index, "metadata", "delta_encoding") is not None:
+        command = format_command("delta", "make", "BASE", path, "DELTA")
+        raise UnsupportedError(
+            "this is a published update of weights, not a checkpoint",
+            where=str(path),
+            why=f"{index_name} states `delta_encoding`, as slime and SGLang write it",
+            hint=f"turn it into a delta with {command}",
+        )
+
+
 def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
     """Order *tensors* so that the offset of each tensor is a multiple of its element size.
 
@@ -302,15 +314,3 @@ def _order_aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
 
 
 FORMAT = HfFormat()
-
-
-def _require_no_update(index: object, index_name: str, path: TreePath) -> None:
-    """Raise if the index is that of a published update of weights."""
-    if read_nested_or_none(str, index, "metadata", "delta_encoding") is not None:
-        command = format_command("delta", "make", "BASE", path, "DELTA")
-        raise UnsupportedError(
-            "this is a published update of weights, not a checkpoint",
-            where=str(path),
-            why=f"{index_name} states `delta_encoding`, as slime and SGLang write it",
-            hint=f"turn it into a delta with {command}",
-        )

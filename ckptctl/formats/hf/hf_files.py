@@ -97,10 +97,10 @@ def require_complete_set(path: TreePath, names: Sequence[str], hint: str) -> Non
         return
     stem, total, suffix = next(iter(kinds))
     numbers = {int(match[2]) for match in matches}
-    first = min(1, *numbers)
-    # Weight updates of slime and SGLang count from 0.
-    end = int(total) + (first or int(total) in numbers)
-    required, width = range(first, end), len(total)
+    first, last, width = min(1, *numbers), int(total), len(total)
+    if first == 0 and last not in numbers:  # as in weight updates of slime and SGLang
+        last -= 1
+    required = range(first, last + 1)
 
     def format_name(number: int) -> str:
         return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
