@@ -341,19 +341,33 @@ def _prepare_data(stage: Staging, *, resume: bool) -> None:
 
 
 def _remove_staging(stage: Staging) -> list[str]:
-    """Remove the staging directory, and return a note for the user if that fails."""
-    failures: list[str] = []
-    for path in (stage.journal, stage.data, stage.root):
-        try:
-            trash.delete_permanently(path)
-        except CkptError as error:
-            failures.append(error.what)
+    """Remove the staging directory, and return a note for the user if that fails.
+
+    The first Ctrl-C or SIGTERM is raised after the removal. torchrun sends SIGTERM to all ranks as
+    soon as one of them has failed, which is when rank 0 removes the directory.
+    """
+    try:
+        failures = _delete_staged_files(stage)
+    except KeyboardInterrupt:
+        _delete_staged_files(stage)
+        raise
     if not failures:
         return []
     return [
         f"`{stage.root}` could not be deleted ({failures[0]}); the next run for this destination "
         "deletes it"
     ]
+
+
+def _delete_staged_files(stage: Staging) -> list[str]:
+    """Delete the staging directory; return the messages of failures."""
+    failures: list[str] = []
+    for path in (stage.journal, stage.data, stage.root):
+        try:
+            trash.delete_permanently(path)
+        except CkptError as error:
+            failures.append(error.what)
+    return failures
 
 
 def _add_notes(error: BaseException, notes: Sequence[str]) -> None:

@@ -327,6 +327,35 @@ def test_sigterm_while_creating_staging_leaves_nothing(tmp_path, call):
     assert tree(tmp_path) == []
 
 
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("call", ["unlink", "rmdir"])
+def test_sigterm_while_removing_staging_leaves_nothing(tmp_path, call, fails):
+    """It arrives before the first call of its kind, after an error or after the publication."""
+
+    def work() -> str:
+        delete = getattr(os, call)
+
+        def terminate_and_delete(*args, **options):
+            setattr(os, call, delete)
+            os.kill(os.getpid(), signal.SIGTERM)
+            delete(*args, **options)
+
+        try:
+            with stage_output(tmp_path / "out") as stage:
+                fill(stage)
+                if not fails:
+                    stage.publish()
+                setattr(os, call, terminate_and_delete)
+                if fails:
+                    raise RefusedError("it fails")
+        except Terminated:
+            return "terminated"
+        return "it went on"
+
+    assert limits.run_limited(work).result == "terminated"
+    assert tree(tmp_path) == ([] if fails else ["out", "out/model"])
+
+
 def test_symlinked_staging_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "data").mkdir()
