@@ -240,8 +240,9 @@ class LocalFiles(SourceFiles):
 
     def open_descriptor(self, name: str) -> int:
         """See :meth:`SourceFiles.open_descriptor`."""
-        with wrap_os_errors("open", self.root / name):
-            return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        path = self.path(name)
+        with wrap_os_errors("open", path):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _read_fully(
         self, descriptor: int, name: str, views: Sequence[memoryview], offset: int

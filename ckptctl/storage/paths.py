@@ -235,10 +235,12 @@ def _has_no_links_below(path: Path, root: Path) -> bool:
 
     This is much faster than resolving both paths, whose common part may have many components.
     """
-    if not path.is_relative_to(root):
+    try:
+        parts = path.relative_to(root).parts
+    except ValueError:
         return False
     place = os.fspath(root)
-    for part in path.relative_to(root).parts:
+    for part in parts:
         place = os.path.join(place, part)  # noqa: PTH118
         if part == ".." or os.path.islink(place):  # noqa: PTH114
             return False
