@@ -294,28 +294,42 @@ def _parse_rank(path: str, world: int) -> int:
 def _map_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
     """Map each path in the manifest to the names directly below it.
 
-    Each path is a key of the result twice, with and without the leading rank.
+    Each path is a key of the result twice: as it is, and with an empty string in place of the rank.
     """
     children: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
         children.setdefault(head, set()).add(last)
-        children.setdefault(head.partition("/")[2], set()).add(last)
+        children.setdefault(_remove_rank(head), set()).add(last)
     return children
+
+
+def _remove_rank(path: str) -> str:
+    return "/" + path.partition("/")[2]
 
 
 def _check_manifest_keys(
     path: str, fields: Fields, children: Mapping[str, set[str]], where: str
 ) -> None:
-    child_names = children.get(path, set()) | children.get(path.partition("/")[2], set())
+    """Raise if the keys that a dictionary lists are not the names below it.
+
+    A value that all ranks have may be stored below the path of another rank.
+    """
     keys = read_as(list[object], fields.get("keys", []), "keys")
-    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in keys]
-    missing = next((name for name in names if name not in child_names), None)
+    names = {str(key).replace("%", "%25").replace("/", "%2F"): None for key in keys}
+    shared_names = children.get(_remove_rank(path), set())
+    missing = next((name for name in names if name not in shared_names), None)
     if missing is not None:
         raise UnsupportedError(
             f"`{path}/{missing}` is not in the manifest",
             where=where,
             why=f"`{path}` lists this key",
+        )
+    if "keys" in fields and (unlisted := children.get(path, set()) - names.keys()):
+        raise DamagedError(
+            f"`{path}` does not list the key `{min(unlisted)}`",
+            where=where,
+            why=f"the manifest contains `{path}/{min(unlisted)}`",
         )
 
 

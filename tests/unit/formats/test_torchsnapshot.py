@@ -189,6 +189,22 @@ def test_invalid_manifest_entries_are_refused(tmp_path: Path, manifest: dict[str
     assert caught.value.exit_code in (3, 4, 5, 9)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_value_that_its_dictionary_does_not_list_is_damage(
+    source: Path, tmp_path: Path, rank: int
+) -> None:
+    """The other rank has a value of the right name, which does not replace the renamed one."""
+    copy = tmp_path / "snap"
+    shutil.copytree(source, copy)
+    text = (copy / ".snapshot_metadata").read_text()
+    parent = f"{rank}/optim/state/1"
+    renamed = text.replace(f"{parent}/exp_avg_sq", f"{parent}/exp_avg_Sq")
+    (copy / ".snapshot_metadata").write_text(renamed)
+    with pytest.raises(DamagedError, match=f"`{parent}` does not list the key `exp_avg_Sq`"):
+        ckptctl.convert(copy, tmp_path / "out.pt", to="torch", only="all")
+    assert ckptctl.verify(copy, level="fast").verdict == "damaged"
+
+
 def test_yaml_manifest_of_old_snapshot_is_refused(tmp_path: Path) -> None:
     source = snapshot(tmp_path / "x", {}, {})
     (source / ".snapshot_metadata").write_text("version: 0.0.1\nmanifest: {}\n")
