@@ -76,7 +76,7 @@ def code_pickles(marker: str) -> dict[str, bytes]:
     return found
 
 
-def exhausting_pickles() -> dict[str, bytes]:
+def exhausting_pickles(count: int = 200_000) -> dict[str, bytes]:
     """Small pickles that cost gigabytes or hours when read carelessly."""
     doubled = b"\x80\x04)" + b"2\x86" * 60
     pushes = [b"j" + struct.pack("<I", index) for index in range(41)]
@@ -97,9 +97,9 @@ def exhausting_pickles() -> dict[str, bytes]:
         "hash-bomb-frozenset": b"\x80\x04(" + doubled[2:] + b"\x91.",
         "hash-bomb-set-call": b"\x80\x02c__builtin__\nset\n]" + doubled[2:] + b"a\x85R.",
         "copies": b"\x80\x02](" + text + b"0" + b"c_codecs\nencode\nq\x010"
-        + b"h\x01h\x00\x85R" * 200_000 + b"e.",
-        "deep-list": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
-        "deep-tuple": b"\x80\x02N" + b"\x85" * 200_000 + b".",
+        + b"h\x01h\x00\x85R" * count + b"e.",
+        "deep-list": b"\x80\x02" + b"]" * count + b"a" * (count - 1) + b".",
+        "deep-tuple": b"\x80\x02N" + b"\x85" * count + b".",
         "cycle": b"\x80\x02]q\x00h\x00a.",
         "laughs": laughs,
         "long-keys": b"\x80\x02X" + struct.pack("<I", 500_000) + b"a" * 500_000 + b"q\x000"
@@ -111,7 +111,7 @@ def exhausting_pickles() -> dict[str, bytes]:
         "long-decimal": b"L" + b"9" * 1_000_000 + b"L\n.",
         "colliding-keys": b"\x80\x02}(" + b"".join(
             b"\x8a\x0a" + (i * ((1 << 61) - 1)).to_bytes(10, "little") + b"N"
-            for i in range(60_000)
+            for i in range(count * 3 // 10)
         ) + b"u.",
     }  # fmt: skip
 

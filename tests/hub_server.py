@@ -398,12 +398,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.cut and len(data) > SOME:
             self.hub.cut -= 1
             data, self.close_connection = data[: len(data) // 2], True
+        self._count_sent(len(data))  # before the client can have them all
         try:
             self.wfile.write(data)
-            self.hub.sent += len(data)
-            self.hub.sent_to[self.headers.get("Authorization")] += len(data)
         except ConnectionError:
+            self._count_sent(-len(data))
             self.close_connection = True
+
+    def _count_sent(self, nbytes: int) -> None:
+        with self.hub.changed:
+            self.hub.sent += nbytes
+            self.hub.sent_to[self.headers.get("Authorization")] += nbytes
 
 
 SOME = 4096

@@ -50,14 +50,16 @@ def damages(
         sample: The sample.
         files: Its files.
         tensors: Places in tensors in them.
-        thorough: Every file, and many places in each; else the last file of each kind.
+        thorough: Every file, and many places in the first and the last of each kind; else the
+            last file of each kind.
     """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in files:
         kinds[_kind(name)].append(name)
     for names in kinds.values():
         for name in names if thorough else names[-1:]:
-            yield from _of_one(name, files[name], tensors.get(name, []), thorough)
+            in_many_places = thorough and name in (names[0], names[-1])
+            yield from _of_one(name, files[name], tensors.get(name, []), in_many_places)
             yield from _stale(sample, name)
         yield from _of_several(names, files, thorough)
 
@@ -89,7 +91,7 @@ def _places(content: bytes, tensors: Sequence[int], thorough: bool) -> list[int]
     places = [0, size // 2, size - 12, *_pickle_bytes(content, thorough)]
     places += tensors if thorough else tensors[:1]
     if thorough:
-        places += range(size // 40, size, max(size // 20, 1) | 1)
+        places += range(size // 20, size, max(size // 10, 1) | 1)
     return sorted({at for at in places if 0 <= at < size})
 
 
@@ -102,7 +104,7 @@ def _pickle_bytes(content: bytes, thorough: bool) -> list[int]:
         found = [one for one in archive.infolist() if one.filename.endswith("data.pkl")]
         first = found[0].header_offset + 64 if found else 0
         length = found[0].file_size if found else 1
-        parts = 12 if thorough else 2
+        parts = 8 if thorough else 2
         inside = [first + length * n // parts + 7 for n in range(parts)]
         return [*inside, archive.start_dir + 18]
 

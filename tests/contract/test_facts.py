@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,24 @@ def mutations_of(name: str) -> list[Mutation]:
     return [one for fact in facts_of(name) for one in mutated(config, fact)]
 
 
+@cache
+def choose_mutations() -> dict[str, list[Mutation]]:
+    """Choose for each model the mutations that no model before it has, and a third of the others.
+
+    All of them are compared with transformers in the oracles.
+    """
+    seen: set[tuple[str, str]] = set()
+    chosen: dict[str, list[Mutation]] = {}
+    for number, name in enumerate(GOLDEN):
+        chosen[name] = []
+        for position, mutation in enumerate(mutations_of(name)):
+            kind = (mutation.fact.rpartition(".")[2], mutation.kind)
+            if kind not in seen or position % 3 == number % 3:
+                chosen[name].append(mutation)
+            seen.add(kind)
+    return chosen
+
+
 def judged(source: Path, target: Path) -> tuple[bool, bool, bool]:
     """Whether ``convert``, ``verify`` and ``inspect`` accept a checkpoint."""
     try:
@@ -54,7 +73,7 @@ def test_commands_agree_on_contradicted_facts(name: str, tmp_path: Path) -> None
     source = GOLDEN[name].save(tmp_path / name)
     assert judged(source, tmp_path / "out") == (True, True, True)
     refused = 0
-    for one in mutations_of(name):
+    for one in choose_mutations()[name]:
         (source / "config.json").write_text(json.dumps(one.config))
         said = judged(source, tmp_path / "out")
         assert len(set(said)) == 1, (one.fact, one.kind, said)
