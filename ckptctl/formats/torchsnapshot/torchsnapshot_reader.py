@@ -252,6 +252,8 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             if path in children or fields.get("keys"):
                 continue
             kind, fields = "empty", {"value": {} if kind in _DICT_TYPES else []}
+        else:
+            _require_container(path, entries, where)
         entry = ManifestEntry(ranks[path], _parse_path(path, entries), kind, fields, [], ())
         if kind in SHARDED_TYPES:
             parts = read_as(list[_Shard], fields.get("shards", fields.get("chunks")), "shards")
@@ -330,6 +332,17 @@ def _check_manifest_keys(
             f"`{path}` does not list the key `{min(unlisted)}`",
             where=where,
             why=f"the manifest contains `{path}/{min(unlisted)}`",
+        )
+
+
+def _require_container(path: str, entries: Mapping[str, Fields], where: str) -> None:
+    """Raise if the dictionary or list of a value is not in the manifest."""
+    container = path.rpartition("/")[0]
+    if "/" in container and container not in entries:
+        raise DamagedError(
+            f"`{container}` is not in the manifest",
+            where=where,
+            why=f"the manifest contains `{path}`",
         )
 
 

@@ -128,13 +128,14 @@ HALVES = {f"sharded/w.{n}": FULL[2 * n : 2 * n + 2].numpy().tobytes() for n in (
 
 
 def test_sharded_tensors_of_all_ranks_are_joined(tmp_path: Path) -> None:
-    manifest = {
+    manifest: dict[str, Any] = {
         f"{rank}/m/a%2Fb": {
             "type": "ShardedTensor",
             "shards": [shard(f"sharded/w.{rank}", [2 * rank, 0], [2, 3])],
         }
         for rank in (0, 1)
     }
+    manifest |= {f"{rank}/m": {"type": "dict", "keys": ["a/b"]} for rank in (0, 1)}
     found = converted(snapshot(tmp_path / "x", manifest, HALVES), tmp_path)
     assert not differences(found, {"m.a/b": FULL})
 
@@ -190,17 +191,23 @@ def test_invalid_manifest_entries_are_refused(tmp_path: Path, manifest: dict[str
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_value_that_its_dictionary_does_not_list_is_damage(
-    source: Path, tmp_path: Path, rank: int
+@pytest.mark.parametrize(
+    ("renamed", "problem"),
+    [
+        ("optim/state/1/exp_avg_Sq", "state/1` does not list the key `exp_avg_Sq`"),
+        ("opti/state/1/exp_avg_sq", "opti/state/1` is not in the manifest"),
+    ],
+)
+def test_value_outside_of_its_dictionary_is_damage(
+    source: Path, tmp_path: Path, renamed: str, problem: str, rank: int
 ) -> None:
     """The other rank has a value of the right name, which does not replace the renamed one."""
     copy = tmp_path / "snap"
     shutil.copytree(source, copy)
     text = (copy / ".snapshot_metadata").read_text()
-    parent = f"{rank}/optim/state/1"
-    renamed = text.replace(f"{parent}/exp_avg_sq", f"{parent}/exp_avg_Sq")
-    (copy / ".snapshot_metadata").write_text(renamed)
-    with pytest.raises(DamagedError, match=f"`{parent}` does not list the key `exp_avg_Sq`"):
+    text = text.replace(f"{rank}/optim/state/1/exp_avg_sq", f"{rank}/{renamed}")
+    (copy / ".snapshot_metadata").write_text(text)
+    with pytest.raises(DamagedError, match=problem):
         ckptctl.convert(copy, tmp_path / "out.pt", to="torch", only="all")
     assert ckptctl.verify(copy, level="fast").verdict == "damaged"
 
