@@ -22,7 +22,11 @@ from ckptctl.conversion.recognition.layout_change import (
     apply_layout_change,
     change_layout,
 )
-from ckptctl.conversion.recognition.model import build_unknown_model_hint, require_single_model
+from ckptctl.conversion.recognition.model import (
+    build_unknown_model_hint,
+    require_known_model,
+    require_single_model,
+)
 from ckptctl.conversion.selection import skip_tensors
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.conversion.training_state import TrainingState, map_training_state
@@ -57,6 +61,9 @@ def plan_layout_change(draft: Draft) -> Draft:
     """Plan how the model's tensors are mapped to the target layout."""
     if draft.model.inner_models and not draft.includes_training_state:
         require_single_model(draft.model)
+    dequantized_layouts = [layout for _, layout in draft.model.dequantized_pairs]
+    if draft.options.to_layout not in (None, *dequantized_layouts) and dequantized_layouts:
+        require_known_model(draft.model)
     change = change_layout(draft.model, draft.selection.tensors, build_layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
@@ -65,7 +72,8 @@ def plan_layout_change(draft: Draft) -> Draft:
     has_new_names = draft.target.layout == HF and (
         drops_prefix or formats.get_format(draft.catalog.format).layout != HF
     )
-    if has_new_names and not (change.family or draft.model.candidates or draft.is_adapter):
+    is_known = change.family or draft.model.candidates or HF in dequantized_layouts
+    if has_new_names and not (is_known or draft.is_adapter):
         hint = build_unknown_model_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
     return draft

@@ -31,12 +31,14 @@ class Quantization:
         config: Value of the field ``quantization_config`` in the output's config.json.
         is_lossless: Whether the weights were quantized already and keep their values
             (``--repack``).
+        layout: Layout of the output if the quantized tensors have another than the others.
     """
 
     original_tensors: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
     config: Mapping[str, object] = field(default_factory=dict)
     is_lossless: bool = False
+    layout: str | None = None
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -151,7 +151,8 @@ class ConversionPlan(
     @property
     def to_layout(self) -> Annotated[str | None, JsonField()]:
         """Layout of the output."""
-        return self.change.target_layout
+        layout = self.quantization.layout if self.quantization else None
+        return layout or self.change.target_layout
 
     @property
     def model_type(
@@ -164,7 +165,11 @@ class ConversionPlan(
         ),
     ]:
         """Model type of the change, or else of the recognized model."""
-        return self.change.family.name if self.change.family else self.recognition.model_type
+        if self.change.family:
+            return self.change.family.name
+        dequantized_types = {name for name, _ in self.recognition.dequantized_pairs}
+        only_type = dequantized_types.pop() if len(dequantized_types) == 1 else None
+        return self.recognition.model_type or only_type
 
     @property
     def tensors(self) -> Annotated[int, JsonField()]:
@@ -309,14 +314,14 @@ class ConversionPlan(
     @property
     def statement(self) -> str:
         """One-line summary of formats, model type, layouts, number of tensors and total size."""
-        before, after = self.change.source_layout, self.change.target_layout
+        before, after = self.from_layout, self.to_layout
         layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
         model_type, evidence = self.model_type, self.recognition.evidence
         if not model_type:
             model_type = self.recognition.display_name
         elif self.options.model_type:
             model_type += " (from --model-type)"
-        elif not formats.get_format(self.source.format).self_described:
+        elif evidence and not formats.get_format(self.source.format).self_described:
             files = ("config.json", "params.json")
             stated_files = (file for file in files for text in evidence if f"{file}:" in text)
             model_type += f" (from {next(stated_files, 'keys')})"

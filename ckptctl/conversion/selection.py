@@ -114,8 +114,12 @@ def select_tensors(draft: Draft) -> Draft:
         *(f"`{name}`: {why}" for name, why in missing_tensors.shapes.items()),
     )
     missing |= missing_tensors.missing
+    model = draft.model
+    if not model.pairs:
+        model = replace(model, dequantized_pairs=missing_tensors.model.pairs)
     return replace(
         draft,
+        model=model,
         selection=selection,
         expected_names=expected_names,
         missing=missing,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.catalog import Catalog
+from ckptctl import dtypes
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.conversion.assets import CONFIG, Assets, find_assets_folder
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.laying_out import RankSplitter, build_rank_splitter
@@ -27,7 +28,6 @@ from ckptctl.formats.sidecar_files import (
     read_config_files,
     scan_sidecar_files,
 )
-from ckptctl.numerics.quantization.schemes.fp8 import FP8
 from ckptctl.numerics.quantization.statement import QuantizationConfig, strip_quantization_config
 from ckptctl.numerics.quantization.survey import QuantizationSurvey
 from ckptctl.numerics.quantized import (
@@ -154,7 +154,7 @@ def require_scales_kept(
             f"{format_option('--dequantize bf16')} to dequantize them",
         )
     if dtype is not None:
-        require_quantized_uncast(catalog, selected, survey)
+        require_quantized_uncast(catalog, selected, dtype, survey)
     if can_tell_missing_tensors(survey, read_quantization_config(catalog).method):
         selected_tensors = {
             name: entry for name, entry in catalog.tensors.items() if name in selected
@@ -163,22 +163,32 @@ def require_scales_kept(
 
 
 def require_quantized_uncast(
-    catalog: Catalog, selected: Collection[str], survey: QuantizationSurvey | None = None
+    catalog: Catalog,
+    selected: Collection[str],
+    dtype: str,
+    survey: QuantizationSurvey | None = None,
 ) -> None:
-    """Raise if a cast of the *selected* tensors would include quantized weights."""
-    names = {name for name in selected if catalog.tensors[name].dtype == FP8}
+    """Raise if a cast to *dtype* would change *selected* quantized weights, or their scales."""
+    names = {name for name in selected if _is_changed_by_cast(catalog.tensors[name], dtype)}
     quantized_weights = (survey or survey_leniently(catalog)).weights if names else []
-    cast_names = [weight.lead for weight in quantized_weights if not names.isdisjoint(weight.names)]
+    cast_names = [
+        weight.lead
+        for weight in quantized_weights
+        if weight.lead in selected and not names.isdisjoint(weight.names)
+    ]
     if cast_names:
         raise UsageError(
             f"{format_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} "
-            "found): "
-            "their scales would be ignored",
+            "found): their scales would be ignored or rounded",
             where=f"tensor `{cast_names[0]}`",
             why="scales are stored in separate tensors; quantized tensors: "
             f"{quote_names(cast_names)}",
             hint=f"pass {format_option('--dequantize bf16')} to dequantize them",
         )
+
+
+def _is_changed_by_cast(entry: TensorEntry, dtype: str) -> bool:
+    return dtypes.BY_NAME[entry.dtype].floating and entry.dtype != dtype
 
 
 # ------------------------------------------------------------------------------------- blocks

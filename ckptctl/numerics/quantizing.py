@@ -66,7 +66,11 @@ def quantize(draft: Draft) -> Draft:
         mapped[part.name] = ComposedTensor.from_unchanged(
             _build_quantized_key(part.name), part.name, part.shape
         )
-    quantization = Quantization(draft.tensors, parts)
+    family = draft.change.family
+    is_separated = bool(slices) and family is not None and LLM_COMPRESSOR in family.layouts
+    quantization = Quantization(
+        draft.tensors, parts, layout=LLM_COMPRESSOR if is_separated else None
+    )
     quantization = replace(
         quantization, config=recipe.build_config(list_ignored_modules(quantization))
     )
@@ -316,7 +320,8 @@ def _match_globs(names: Sequence[str], globs: Sequence[str], option: str) -> set
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
                 f"{format_option(f'{option} {glob}')} matches no tensor",
-                hint="use tensor names of the output",
+                hint="use names of the output before quantization"
+                + (f", for example `{names[0]}`" if names else ""),
             )
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
 

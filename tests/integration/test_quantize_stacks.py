@@ -216,6 +216,8 @@ def test_split_experts_have_layout_of_llm_compressor(tmp_path: Path, name: str) 
     found = quantized(source, tmp_path / "out", "fp8-channel")
     summary = ckptctl.inspect(tmp_path / "out")
     assert (summary.model_type, summary.layout) == (family_of(name), LLM_COMPRESSOR)
+    plan = ckptctl.plan_conversion(source, tmp_path / "planned", to="hf", quantize="fp8-channel")
+    assert plan.to_layout == LLM_COMPRESSOR
     assert ckptctl.verify(tmp_path / "out").complete
     options: dict[str, Any] = {"to": "hf", "dequantize": "bf16", "verify": True}
     ckptctl.convert(tmp_path / "out", tmp_path / "back", **options)
@@ -305,6 +307,31 @@ def test_conversion_stacks_unquantized_experts(tmp_path: Path, name: str) -> Non
     plain, back = read(source), read(tmp_path / "back")
     assert back.keys() == plain.keys()
     assert all(same(one, plain[key]) for key, one in back.items())
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "int4"])
+def test_copy_of_quantized_model_names_its_model_type(tmp_path: Path, scheme: str) -> None:
+    """No layout has the names of its tensors; they are those of the weights that they store."""
+    quantized(sparse(tmp_path / "source"), tmp_path / "packed", scheme)
+    options: dict[str, Any] = {"to": "hf", "to_layout": "hf"}
+    for model_type, origin in ((None, ""), ("qwen3_moe", " (from --model-type)")):
+        options["model_type"] = model_type
+        plan = ckptctl.plan_conversion(tmp_path / "packed", tmp_path / "out", **options)
+        assert f" · qwen3_moe{origin} · keys unchanged · " in plan.statement
+        assert plan.model_type == "qwen3_moe" and plan.notes == ()
+
+
+def test_copy_of_quantized_model_keeps_layout_of_its_weights(tmp_path: Path) -> None:
+    source = stacked_golden(tmp_path / "source", "mistral4")
+    found = quantized(source, tmp_path / "packed", "nvfp4", quantize_not="*.self_attn.*")
+    assert ckptctl.inspect(tmp_path / "packed").layout == LLM_COMPRESSOR
+    for layout in (None, LLM_COMPRESSOR):
+        target = tmp_path / f"copy-{layout}"
+        ckptctl.convert(tmp_path / "packed", target, to="hf", to_layout=layout)
+        assert read(target).keys() == found.keys()
+    with pytest.raises(CkptError, match="the checkpoint is quantized") as caught:
+        ckptctl.convert(tmp_path / "packed", tmp_path / "stacks", to="hf", to_layout="hf")
+    assert "dequantize='bf16'" in str(caught.value.hint)
 
 
 # ------------------------------------------------------------------------- damaged weights

@@ -62,6 +62,20 @@ def test_scales_of_quantized_base_are_not_filled(tmp_path: Path, models: Path) -
         ckptctl.convert(models / "plain", tmp_path / "out", to="hf", fill_from=models / "fp8-block")
 
 
+@pytest.mark.parametrize("scheme", ["int8-channel", "int4", "nvfp4", "mxfp4"])
+def test_cast_of_scales_is_refused(tmp_path: Path, models: Path, scheme: str) -> None:
+    """Scales of nvfp4 are float8 and float32; those of mxfp4 are integers, which are not cast."""
+    source = tmp_path / scheme
+    ckptctl.convert(models / "plain", source, to="hf", quantize=scheme)
+    options: dict[str, Any] = {"to": "hf", "dtype": "fp16", "include": "*.up_proj.*"}
+    if scheme == "mxfp4":
+        ckptctl.convert(source, tmp_path / "out", **options)
+        return
+    with pytest.raises(UsageError, match="cannot cast quantized tensors"):
+        ckptctl.convert(source, tmp_path / "out", **options)
+    ckptctl.convert(source, tmp_path / "out", **(options | {"include": "*norm*"}))
+
+
 def test_extract_refuses_casting_quantized_elements(models: Path) -> None:
     name, scale = ("model.layers.0.mlp.up_proj.weight" + end for end in ("", "_scale_inv"))
     with pytest.raises(UsageError, match="cannot cast quantized tensors"):

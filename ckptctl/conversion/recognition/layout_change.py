@@ -81,7 +81,8 @@ def resolve_family_and_layout(
     """
     target = request.target_layout or model.layout
     default_layout = formats.get_format(model.catalog.format).layout or "hf"
-    unknown = not model.candidates and target in (None, default_layout)
+    copied_layouts = (None, default_layout, *(layout for _, layout in model.dequantized_pairs))
+    unknown = not model.candidates and target in copied_layouts
     needs_family = request.untie or model.request.sizes or request.vocab
     keeps_names = unknown or target is None or target == model.layout or target in model.alike
     if not keeps_names or (request.needs_description and model.candidates):
@@ -267,7 +268,8 @@ def _are_candidates_equivalent(model: Model, target: str) -> bool:
 def _keep_layout(
     model: Model, tensors: Mapping[str, TensorEntry], target: str | None
 ) -> LayoutChange:
-    if target is not None and model.layout is None and target != "hf":
+    dequantized_layouts = [layout for _, layout in model.dequantized_pairs]
+    if target is not None and model.layout is None and target not in ("hf", *dequantized_layouts):
         raise MappingError(
             f"layout `{target}` requires a known model type",
             why=f"no known model type has keys such as {quote_names(list(tensors), 2)}",
@@ -275,7 +277,7 @@ def _keep_layout(
         )
     notes = Notes()
     model_type = model.request.model_type
-    if model_type and not model.candidates:
+    if model_type and not model.candidates and not model.dequantized_pairs:
         notes.add(f"keys are copied unchanged: no layout of `{model_type}` has them")
     elif unknown_keys := model.list_unknown_keys(tensors):
         unknown = f"keys unknown to {model.display_name}: {quote_names(unknown_keys)}"

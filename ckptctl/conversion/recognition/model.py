@@ -138,6 +138,9 @@ class Model:
         pairs: Matching pairs of family and layout; equivalent layouts are listed once.
         matched: Matched keys of the model, by layout.
         contradicted_families: Families that would match if recorded facts did not contradict them.
+        dequantized_pairs: If there are no *pairs*, the pairs of family and layout that match if
+            quantized tensors are replaced by the weights that they store. ``select_tensors`` adds
+            them.
     """
 
     catalog: Catalog = field(repr=False, compare=False)
@@ -156,6 +159,7 @@ class Model:
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, MatchedKeys] = field(default_factory=dict, repr=False, compare=False)
     contradicted_families: tuple[str, ...] = ()
+    dequantized_pairs: tuple[tuple[str, str], ...] = ()
     described: tuple[ModelDescription, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
@@ -244,7 +248,8 @@ class Model:
     @property
     def display_name(self) -> str:
         """Text that identifies the model type in messages."""
-        return self.model_type or format_model_types(self.candidates) or "unknown model"
+        names = self.candidates or tuple(dict.fromkeys(name for name, _ in self.dequantized_pairs))
+        return self.model_type or format_model_types(names) or "unknown model"
 
 
 def recognize_model(

@@ -97,7 +97,7 @@ def extract_tensors(path: str | TreePath, tensor: str, options: ExtractOptions) 
         composed_tensors = {selected.name: mapping.tensors[selected.name] for selected in selection}
         names = [key for composed in composed_tensors.values() for key in composed.keys]
         if options.dtype is not None:
-            require_quantized_uncast(mapping.catalog, names)
+            require_quantized_uncast(mapping.catalog, names, options.dtype)
         mapping.notes.add(*_iterate_truncation_notes(selection))
         mapping = replace(
             mapping, catalog=locate_tensors(mapping.catalog, names), tensors=composed_tensors
