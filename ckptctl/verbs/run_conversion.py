@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptctl import families, formats
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
+from ckptctl.conversion.destinations import is_replaceable
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.errors import (
     CkptError,
@@ -31,7 +32,12 @@ from ckptctl.run_options import SelectionOptions
 from ckptctl.runs.health import Checkpoint
 from ckptctl.runs.names import parse_name, parse_staged_name
 from ckptctl.runs.selection import select_checkpoints
-from ckptctl.storage.destinations import destination_exists_error, resolve_destination
+from ckptctl.storage.destinations import (
+    Replaceable,
+    check_target,
+    destination_exists_error,
+    resolve_destination,
+)
 from ckptctl.storage.outcome import describe_out_of_range
 from ckptctl.storage.paths import expand_home, make_comparable, parse_path
 from ckptctl.storage.publish import (
@@ -299,8 +305,9 @@ def _run_checkpoint(
     if isinstance(existing, ConvertedCheckpoint):
         return existing
     # At a URL, the conversion itself decides, because it can resume an incomplete upload.
-    if isinstance(existing, Mismatch) and not (options.overwrite or isinstance(target, UrlPath)):
-        raise _unknown_output_error(target, existing)
+    if isinstance(existing, Mismatch) and not options.overwrite and isinstance(target, Path):
+        is_file = formats.get_writable_format(options.to).single_file
+        raise _unknown_output_error(target, existing, is_file=is_file)
     try:
         if isinstance(target, UrlPath) and is_hub_repository(target.url):
             create_branch(target.url)
@@ -375,8 +382,11 @@ def _compare_existing_output(
     )
 
 
-def _unknown_output_error(target: TreePath, mismatch: Mismatch) -> RefusedError:
-    error = destination_exists_error(target)
+def _unknown_output_error(target: Path, mismatch: Mismatch, *, is_file: bool) -> RefusedError:
+    """Build the error for an output of unknown origin, or raise if it can never be replaced."""
+    replaceable = Replaceable(is_replaceable, is_file=is_file)
+    check_target(target, overwrite=True, is_checkpoint=replaceable)
+    error = destination_exists_error(target, replaceable)
     error.what = "the destination exists, but is not known to be this conversion"
     error.why = mismatch.why
     return error

@@ -225,6 +225,21 @@ def test_folder_of_other_files_is_never_replaced(tmp_path: Path, run: Path) -> N
     assert (tmp_path / "out" / "step-100" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_error_for_what_is_no_checkpoint_does_not_suggest_to_overwrite_it(
+    tmp_path: Path, run: Path, overwrite: bool
+) -> None:
+    (tmp_path / "out" / "step-100").mkdir(parents=True)
+    (tmp_path / "out" / "step-100" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "step-200").symlink_to(tmp_path / "nowhere")
+    result = ckptctl.convert_run(run, tmp_path / "out", to="hf", overwrite=overwrite)
+    errors = {item.name: item.error for item in result.checkpoints if item.error}
+    assert errors.keys() == {"step-100", "step-200"}
+    assert "is not a checkpoint and is not overwritten" in errors["step-100"].what
+    assert "symbolic link" in errors["step-200"].what
+    assert not any("overwrite=True" in str(error.hint) for error in errors.values())
+
+
 @pytest.mark.parametrize(
     ("run", "count"),
     [("dcp/torchtitan/steps/ckpt/checkpoint", 2), ("wrappers/lightning_plain/ckpt", 2)],
