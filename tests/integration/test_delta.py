@@ -1422,6 +1422,13 @@ def test_weight_version_is_what_sglang_pulls(tmp_path: Path, base: Path) -> None
         delta.make(base, tmp_path / "new", tmp_path / "v2", weight_version=2, dtype="fp32")
     with pytest.raises(UsageError, match="does not apply to a weight update"):
         delta.make(base, out, tmp_path / "wrong", dtype="fp32")
+    index = out / "model.safetensors.index.json"
+    emptied = json.loads(index.read_text()) | {"weight_map": {}}
+    listed = index.read_text()
+    index.write_text(json.dumps(emptied))
+    with pytest.raises(DamagedError, match="does not list a file"):
+        delta.make(base, out, tmp_path / "wrong")
+    index.write_text(listed)
     file = next(out.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-20] ^= 4

@@ -127,6 +127,7 @@ def open_weight_update(path: TreePath) -> PublishedWeights:
 
     Raises:
         UnsupportedError: It is malformed, or has another encoding.
+        DamagedError: Tensors or files are missing in it, or in its index.
     """
     where = str(path / INDEX)
     with source_files(path) as files, wrap_malformed_errors("malformed weight update", where):
@@ -154,6 +155,9 @@ def open_weight_update(path: TreePath) -> PublishedWeights:
                 checksums[name] = header.metadata[name]
     if missing := weight_map.keys() - spans.keys():
         raise DamagedError("tensors of the index are missing", where=where, why=min(missing))
+    payloads = {item.name for item in path.iterdir() if _PAYLOAD_NAME.fullmatch(item.name)}
+    if unlisted := payloads.difference(weight_map.values()):
+        raise DamagedError("the index does not list a file", where=where, why=min(unlisted))
     return PublishedWeights(path, spans, checksums)
 
 
