@@ -15,7 +15,7 @@ import pytest
 from tests import limits, patterns
 from tests.sweeps import one_in
 
-LENGTH = 50_000
+LENGTH = 25_000
 FOUND = {found.place: found for found in patterns.patterns()}
 
 

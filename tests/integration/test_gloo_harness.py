@@ -74,6 +74,7 @@ def asleep(rank: int, _: int) -> None:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_stuck_rank_failure_shows_its_stack() -> None:
     with pytest.raises(RankFailure, match="asleep"):
         run_on_ranks(asleep, [2], timeout=6)
