@@ -315,8 +315,7 @@ def _check_manifest_keys(
 ) -> None:
     """Raise if the keys that a dictionary lists are not the names below it.
 
-    A value that all ranks have may be stored below the path of another rank. ``inflate`` in
-    torchsnapshot's ``flatten.py`` also requires that each name is listed, and each container there.
+    A value that all ranks have may be stored below the path of another rank.
     """
     keys = read_as(list[object], fields.get("keys", []), "keys")
     names = {str(key).replace("%", "%25").replace("/", "%2F"): None for key in keys}
