@@ -61,7 +61,7 @@ def plan_layout_change(draft: Draft) -> Draft:
     """Plan how the model's tensors are mapped to the target layout."""
     if draft.model.inner_models and not draft.includes_training_state:
         require_single_model(draft.model)
-    dequantized_layouts = [layout for _, layout in draft.model.dequantized_pairs]
+    dequantized_layouts = draft.model.dequantized_layouts
     if draft.options.to_layout not in (None, *dequantized_layouts) and dequantized_layouts:
         require_known_model(draft.model)
     change = change_layout(draft.model, draft.selection.tensors, build_layout_request(draft))

@@ -31,7 +31,7 @@ class Quantization:
         config: Value of the field ``quantization_config`` in the output's config.json.
         is_lossless: Whether the weights were quantized already and keep their values
             (``--repack``).
-        layout: Layout of the output if the quantized tensors have another than the others.
+        layout: Layout of the output if quantization separates experts and so changes it, or None.
     """
 
     original_tensors: tuple[OutputTensor, ...]

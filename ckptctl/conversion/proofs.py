@@ -75,7 +75,7 @@ def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
     name = key.removeprefix(plan.recognition.root)
     if lost.same_as is None:
         return MappingError(
-            f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
+            f"`{name}` is not zero, and layout `{plan.change.target_layout}` cannot store it",
             where=plan.source.path,
             why="skipping it would change the model",
             hint=f"pass {format_option(f'--exclude {name}')} to skip it anyway",
@@ -87,11 +87,11 @@ def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
             why="the configuration or the model type states that they are tied",
             hint=f"pass {format_option('--untie')} to keep both",
         )
-    both = f"{plan.to_layout}{CANONICAL_SUFFIX}"
+    both = f"{plan.change.target_layout}{CANONICAL_SUFFIX}"
     return MappingError(
         f"`{key}` and `{lost.same_as.key}` have different values",
         where=plan.source.path,
-        why=f"layout `{plan.to_layout}` stores them as one tensor",
+        why=f"layout `{plan.change.target_layout}` stores them as one tensor",
         hint=f"use layout `{both}`, which stores both" if both in ADAPTER_LAYOUTS else None,
     )
 

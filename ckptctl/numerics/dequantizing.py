@@ -28,6 +28,7 @@ from ckptctl.formats.sidecar_files import (
     read_config_files,
     scan_sidecar_files,
 )
+from ckptctl.numerics.quantization.schemes.fp8 import FP8
 from ckptctl.numerics.quantization.statement import QuantizationConfig, strip_quantization_config
 from ckptctl.numerics.quantization.survey import QuantizationSurvey
 from ckptctl.numerics.quantized import (
@@ -170,11 +171,12 @@ def require_quantized_uncast(
 ) -> None:
     """Raise if a cast to *dtype* would change *selected* quantized weights, or their scales."""
     names = {name for name in selected if _is_changed_by_cast(catalog.tensors[name], dtype)}
+    float8_names = {name for name in names if catalog.tensors[name].dtype == FP8}
     quantized_weights = (survey or survey_leniently(catalog)).weights if names else []
     cast_names = [
         weight.lead
         for weight in quantized_weights
-        if weight.lead in selected and not names.isdisjoint(weight.names)
+        if not (names if weight.lead in selected else float8_names).isdisjoint(weight.names)
     ]
     if cast_names:
         raise UsageError(

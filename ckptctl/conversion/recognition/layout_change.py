@@ -81,8 +81,8 @@ def resolve_family_and_layout(
     """
     target = request.target_layout or model.layout
     default_layout = formats.get_format(model.catalog.format).layout or "hf"
-    copied_layouts = (None, default_layout, *(layout for _, layout in model.dequantized_pairs))
-    unknown = not model.candidates and target in copied_layouts
+    copied_layouts = () if request.needs_description else model.dequantized_layouts
+    unknown = not model.candidates and target in (None, default_layout, *copied_layouts)
     needs_family = request.untie or model.request.sizes or request.vocab
     keeps_names = unknown or target is None or target == model.layout or target in model.alike
     if not keeps_names or (request.needs_description and model.candidates):
@@ -268,8 +268,8 @@ def _are_candidates_equivalent(model: Model, target: str) -> bool:
 def _keep_layout(
     model: Model, tensors: Mapping[str, TensorEntry], target: str | None
 ) -> LayoutChange:
-    dequantized_layouts = [layout for _, layout in model.dequantized_pairs]
-    if target is not None and model.layout is None and target not in ("hf", *dequantized_layouts):
+    copied_layouts = ("hf", *model.dequantized_layouts)
+    if target is not None and model.layout is None and target not in copied_layouts:
         raise MappingError(
             f"layout `{target}` requires a known model type",
             why=f"no known model type has keys such as {quote_names(list(tensors), 2)}",

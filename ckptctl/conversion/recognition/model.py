@@ -246,6 +246,11 @@ class Model:
         return bool(list_families_matching_configs(matching, self.config, self.params))
 
     @property
+    def dequantized_layouts(self) -> tuple[str, ...]:
+        """Layouts of the *dequantized_pairs*."""
+        return tuple(layout for _, layout in self.dequantized_pairs)
+
+    @property
     def display_name(self) -> str:
         """Text that identifies the model type in messages."""
         names = self.candidates or tuple(dict.fromkeys(name for name, _ in self.dequantized_pairs))

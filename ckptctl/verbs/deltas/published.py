@@ -157,7 +157,7 @@ def open_weight_update(path: TreePath) -> PublishedWeights:
         raise DamagedError("tensors of the index are missing", where=where, why=min(missing))
     payloads = {item.name for item in path.iterdir() if _PAYLOAD_NAME.fullmatch(item.name)}
     if unlisted := payloads.difference(weight_map.values()):
-        raise DamagedError("the index does not list a file", where=where, why=min(unlisted))
+        raise DamagedError(f"the index does not list `{min(unlisted)}`", where=where)
     return PublishedWeights(path, spans, checksums)
 
 
