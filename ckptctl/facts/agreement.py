@@ -38,7 +38,7 @@ from ckptctl.facts.layer_kinds import (
     find_wrong_list_lengths,
 )
 from ckptctl.facts.params import read_params_statements
-from ckptctl.facts.tensor_facts import find_contradicting_sizes
+from ckptctl.facts.tensor_facts import find_contradicting_sizes, find_shape_conflict
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantize_catalog, survey_leniently
 from ckptctl.planner.config_facts import Json, add_rope_fields, get_size_field
@@ -52,6 +52,7 @@ ConfigConditions: TypeAlias = tuple[Sign, ...]
 
 FILES_DISAGREE = "the descriptions of the model contradict each other"
 TENSORS_DISAGREE = "the configuration and the tensors disagree"
+SHAPES_DISAGREE = "the shapes of the tensors contradict each other"
 WRONG_CONFIG_RISK = "with a wrong configuration, the same tensors produce different outputs"
 
 
@@ -170,21 +171,45 @@ def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors |
 
     Quantized tensors that are not in the family's tables are replaced by dequantized tensors.
     """
+    comparable = _recognize_comparable(model)
+    if comparable is None or comparable.model_type is None or not comparable.pairs:
+        return None, None
+    return _match_pair(comparable, *comparable.pairs[0])
+
+
+def find_conflicting_shapes(model: Model) -> MappingError | None:
+    """Return why the shapes of a model's tensors fit no family that has their names, or None."""
+    comparable, conflict = _recognize_comparable(model), None
+    if comparable is not None:
+        for name, layout in comparable.pairs:
+            conflict = find_shape_conflict(*_match_pair(comparable, name, layout))
+            if conflict is None:
+                break
+    return conflict
+
+
+def _match_pair(model: Model, name: str, layout_name: str) -> tuple[Family, ModelTensors]:
+    family = families.family(name)
+    layout = family.get_layout(layout_name)
+    shapes = {key: item.shape for key, item in model.tensors.items()}
+    return family, ModelTensors(layout, model.match_keys(family, layout, shapes), shapes)
+
+
+def _recognize_comparable(model: Model) -> Model | None:
+    """Recognize the model after dequantization if no table has the names of quantized tensors.
+
+    The result is None if the tensors cannot be dequantized.
+    """
     if not model.exact and survey_leniently(model.catalog).weights:
         documents = {CONFIG: model.config, "params.json": model.params}
         stated_documents = {name: item for name, item in documents.items() if item is not None}
         try:
             dequantized_catalog = dequantize_catalog(model.catalog, "bfloat16")
             request = ModelRequest(model.request.model_type, root=model.root)
-            model = recognize_model(dequantized_catalog, stated_documents, request)
+            return recognize_model(dequantized_catalog, stated_documents, request)
         except CkptError:  # other checks report the error
-            return None, None
-    if model.model_type is None or not model.pairs:
-        return None, None
-    family = families.family(model.pairs[0][0])
-    layout = family.get_layout(model.pairs[0][1])
-    shapes = {name: item.shape for name, item in model.tensors.items()}
-    return family, ModelTensors(layout, model.match_keys(family, layout, shapes), shapes)
+            return None
+    return model
 
 
 def compare_files(

@@ -17,6 +17,7 @@ from ckptctl.planner.axes import (
     Equations,
     ObservedShape,
     build_equations,
+    solve_axis_sizes,
     solve_equations,
 )
 from ckptctl.planner.config_facts import evaluate_formula, get_size_field, list_operands
@@ -78,16 +79,11 @@ def _find_contradicted_sizes(
     padded_sizes: Mapping[str, int],
 ) -> Iterator[Statement]:
     """Yield the axis sizes that follow from tensor shapes and differ from *stated_sizes*."""
-    observations_by_shape: dict[object, ObservedShape] = {}
-    for key, stored in tensors.matched.tensor_by_key.items():
-        if key in tensors.shapes:
-            shape = tensors.shapes[key]
-            observations_by_shape.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
-    observations = [*observations_by_shape.values()]
+    observations = _observe_shapes(tensors)
     try:
         equations = build_equations(family, observations)
     except MappingError:
-        return  # mapping the tensors reports the shape
+        return  # find_shape_conflict reports the shape
     expected_sizes = [
         (axis, padded_sizes.get(axis, _get_size(statement)), statement)
         for axis, statement in stated_sizes
@@ -99,7 +95,7 @@ def _find_contradicted_sizes(
     assumed_sizes: dict[str, int] = {}
     solution = _try_solve(family, equations, assumed_sizes)
     if solution is None:
-        return  # shapes contradict each other: mapping the tensors reports how
+        return  # find_shape_conflict reports how shapes contradict each other
     assumed_texts: list[str] = []
     for axis, size, statement in expected_sizes:
         refined_solution = _try_solve(family, equations, {**assumed_sizes, axis: size})
@@ -118,6 +114,27 @@ def _find_contradicted_sizes(
         source = f"the tensors ({_describe_evidence(family, observations, axis)}{condition})"
         yield statement
         yield Statement(statement.fact, value, source, shown_value=shown, is_shown_by_tensors=True)
+
+
+def find_shape_conflict(family: Family, tensors: ModelTensors) -> MappingError | None:
+    """Return an error if no sizes of the family's axes fit the shapes of all *tensors*."""
+    counts = tensors.matched.count_indices()
+    spread = {axis: counts[axis] for axis in tensors.layout.spread_axes if axis in counts}
+    try:
+        solve_axis_sizes(family, _observe_shapes(tensors), spread)
+    except MappingError as error:
+        return error
+    return None
+
+
+def _observe_shapes(tensors: ModelTensors) -> list[ObservedShape]:
+    """Return each shape that tensors of one kind have, with one of these tensors."""
+    observations: dict[object, ObservedShape] = {}
+    for key, stored in tensors.matched.tensor_by_key.items():
+        if key in tensors.shapes:
+            shape = tensors.shapes[key]
+            observations.setdefault((id(stored), shape), ObservedShape(key, stored, shape))
+    return [*observations.values()]
 
 
 def _try_solve(family: Family, equations: Equations, sizes: Mapping[str, int]) -> AxisSizes | None:

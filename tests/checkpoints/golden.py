@@ -73,7 +73,7 @@ def filled(key: str, dtype: str, shape: list[int]) -> torch.Tensor:
     The rows of mllama's tile embeddings have to come from one grid: those are zeros.
     """
     kind = getattr(torch, dtype)
-    if TILES.search(key):
+    if TILES.search(key) or 0 in shape:
         return torch.zeros(shape, dtype=kind)
     count = torch.Size(shape).numel() * kind.itemsize
     content = bytearray(hashlib.shake_256(key.encode()).digest(count))

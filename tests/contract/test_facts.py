@@ -81,6 +81,32 @@ def test_commands_agree_on_contradicted_facts(name: str, tmp_path: Path) -> None
     assert refused
 
 
+def change_shape(shape: list[int], kind: str) -> list[int]:
+    """Return the shape that one rank has of a tensor, or one that was not gathered at all."""
+    if kind == "not gathered":
+        return [0]
+    if kind == "transposed":
+        return shape[::-1]
+    return [shape[0] // 2, *shape[1:]]
+
+
+@pytest.mark.parametrize("kind", ["half", "transposed", "not gathered"])
+@pytest.mark.parametrize("name", one_in(27, GOLDEN))
+def test_commands_agree_on_conflicting_shapes(name: str, kind: str, tmp_path: Path) -> None:
+    golden = GOLDEN[name]
+    keys = [key for key, (_, shape) in golden.tensors.items() if shape]
+    refused = 0
+    for position in range(0, len(keys), max(1, len(keys) // 6)):
+        key = keys[position]
+        dtype, shape = golden.tensors[key]
+        changed = {**golden.tensors, key: (dtype, change_shape(shape, kind))}
+        source = Golden(golden.config, changed, {}).save(tmp_path / f"{position}")
+        said = judged(source, tmp_path / "out")
+        assert len(set(said)) == 1, (key, shape, said)
+        refused += not said[0]
+    assert refused or kind != "not gathered"
+
+
 CONTRADICTED = [
     ("llama2", {"vocab_size": 101}, "vocab_size"),
     ("llama2", {"hidden_size": 32}, "hidden_size"),
