@@ -25,9 +25,9 @@ from ckptctl.facts.agreement import compare_files
 from ckptctl.facts.contradictions import map_switches_to_tensors
 from ckptctl.formats.sidecar_files import CONFIG_FILES
 from ckptctl.numerics.quantized import (
-    dequantize_catalog,
     dequantize_hint_on_error,
-    find_quantized_tensors,
+    dequantize_if_quantized,
+    require_same_quantization,
 )
 from ckptctl.planner.config_facts import Json, get_size_field
 from ckptctl.planner.layouts import Family
@@ -38,8 +38,7 @@ def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mode
     """Open the ``--fill-from`` base, using the config files *documents* if it has none."""
     assert options.fill_from is not None
     catalog = strip_wrappers(formats.open_checkpoint(options.fill_from))
-    if options.dequantize and find_quantized_tensors(catalog):
-        catalog = dequantize_catalog(catalog, options.dequantize)
+    catalog = dequantize_if_quantized(catalog, options.dequantize)
     base_documents = {
         name: content for name, content in catalog.documents.items() if name in CONFIG_FILES
     }
@@ -78,6 +77,8 @@ def recognize_as_base_model(draft: Draft, base: Model, family: Family) -> Draft:
             return draft
     renamed_draft = rename_text_model(draft, family)
     if renamed_draft is None:
+        hint = f"pass {format_option('--dequantize bf16')} to dequantize it"
+        require_same_quantization(draft.catalog, base.catalog, hint)
         raise different_model_error(
             draft,
             base,

@@ -30,11 +30,17 @@ from ckptctl.conversion.recognition.model import (
 from ckptctl.conversion.selection import skip_tensors
 from ckptctl.conversion.sources import locate_tensors
 from ckptctl.conversion.training_state import TrainingState, map_training_state
-from ckptctl.errors import MappingError, UnsupportedError, format_option, quote_names
+from ckptctl.errors import (
+    MappingError,
+    UnsupportedError,
+    format_alternatives,
+    format_option,
+    quote_names,
+)
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known_classes
 from ckptctl.planner.config_facts import read_tied_embeddings
-from ckptctl.planner.layouts import HF
+from ckptctl.planner.layouts import HF, LLM_COMPRESSOR
 from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
@@ -72,8 +78,12 @@ def plan_layout_change(draft: Draft) -> Draft:
     has_new_names = draft.target.layout == HF and (
         drops_prefix or formats.get_format(draft.catalog.format).layout != HF
     )
-    is_known = change.family or draft.model.candidates or HF in dequantized_layouts
-    if has_new_names and not (is_known or draft.is_adapter):
+    is_known = change.family or draft.model.candidates
+    if has_new_names and dequantized_layouts:
+        if {HF, LLM_COMPRESSOR}.isdisjoint(dequantized_layouts):
+            layouts = format_alternatives(dequantized_layouts)
+            draft.notes.add(f"keys are copied unchanged, in layout {layouts}", kind="warning")
+    elif has_new_names and not (is_known or draft.is_adapter):
         hint = build_unknown_model_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
     return draft

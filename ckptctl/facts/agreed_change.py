@@ -13,8 +13,14 @@ from ckptctl.conversion.recognition.layout_change import (
     resolve_family_and_layout,
 )
 from ckptctl.conversion.recognition.model import Model
-from ckptctl.facts.agreement import compare_statements, find_comparable_tensors
+from ckptctl.errors import MappingError
+from ckptctl.facts.agreement import (
+    compare_statements,
+    find_comparable_tensors,
+    find_conflicting_shapes,
+)
 from ckptctl.notes import Notes
+from ckptctl.planner.axes import SAME_MODEL_HINT
 from ckptctl.planner.mapping.tensors import LayoutChange
 
 
@@ -23,17 +29,17 @@ def compare_before_change(
 ) -> Notes:
     """Raise if files and tensors contradict each other, before *tensors* change their layout.
 
-    Returns notes on differences that do not change the logits.
+    Returns notes on differences that do not change the logits, and on shapes of a model that has
+    other tensors than its family.
     """
     family, *_ = resolve_family_and_layout(model, tensors, request)
+    is_copied = family is None
+    selected_names = tensors if len(tensors) < len(model.tensors) else None
     if family is not None:
         compared = match_tensors(model, family, tensors, request)
     else:
-        family, compared = find_comparable_tensors(model)
-        if compared is not None and len(tensors) < len(model.tensors):
-            shapes = {name: shape for name, shape in compared.shapes.items() if name in tensors}
-            compared = replace(compared, shapes=shapes)
-    return compare_statements(
+        family, compared = find_comparable_tensors(model, selected_names)
+    notes = compare_statements(
         family,
         model.described,
         model.request.sizes,
@@ -41,6 +47,12 @@ def compare_before_change(
         tensors=compared,
         trust_assets=request.trust_assets,
     )
+    if is_copied and (conflict := find_conflicting_shapes(model, selected_names)):
+        if conflict.severity != "warning":
+            where, why = model.catalog.path, conflict.why
+            raise MappingError(conflict.what, where=where, why=why, hint=SAME_MODEL_HINT)
+        notes.add(conflict.summary, kind="warning")
+    return notes
 
 
 def change_layout_checked(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ckptctl import families
+from ckptctl.catalog import Finding
 from ckptctl.conversion.recognition.model import (
     ARGUMENTS,
     CONFIG,
@@ -47,6 +48,7 @@ from ckptctl.planner.families.declarations import matches_conditions
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import list_ancestor_families
 from ckptctl.planner.mapping.matching import ModelTensors
+from ckptctl.verdict import Severity
 
 ConfigConditions: TypeAlias = tuple[Sign, ...]
 
@@ -166,33 +168,58 @@ def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Cont
     return _find_contradictions(family, described, {}, model.request.model_type, tensors)[1]
 
 
-def find_comparable_tensors(model: Model) -> tuple[Family | None, ModelTensors | None]:
+def find_comparable_tensors(
+    model: Model, names: Collection[str] | None = None
+) -> tuple[Family | None, ModelTensors | None]:
     """Return the family and the tensors to compare, or None for both if no family matches them.
 
     Quantized tensors that are not in the family's tables are replaced by dequantized tensors.
+
+    Args:
+        model: The model.
+        names: Names of the tensors with shapes to compare, or None for all tensors.
     """
     comparable = _recognize_comparable(model)
     if comparable is None or comparable.model_type is None or not comparable.pairs:
         return None, None
-    return _match_pair(comparable, *comparable.pairs[0])
+    return _match_pair(comparable, *comparable.pairs[0], names)
 
 
-def find_conflicting_shapes(model: Model) -> MappingError | None:
-    """Return why the shapes of a model's tensors fit no family that has their names, or None."""
+def find_conflicting_shapes(model: Model, names: Collection[str] | None = None) -> Finding | None:
+    """Return why shapes of a model's tensors fit no family that has the names, or None.
+
+    The finding is a warning if the model has tensors that the families do not have, since other
+    tensors may then have other shapes, too, as in the draft models of EAGLE-3.
+
+    Args:
+        model: The model.
+        names: Names of the tensors with shapes to compare, or None for all tensors.
+    """
     comparable, conflict = _recognize_comparable(model), None
-    if comparable is not None:
-        for name, layout in comparable.pairs:
-            conflict = find_shape_conflict(*_match_pair(comparable, name, layout))
-            if conflict is None:
-                break
-    return conflict
+    if comparable is None:
+        return None
+    for name, layout in comparable.pairs:
+        conflict = find_shape_conflict(*_match_pair(comparable, name, layout, names))
+        if conflict is None:
+            return None
+    if conflict is None:
+        return None
+    severity: Severity = (
+        "warning" if comparable.list_unknown_keys(comparable.tensors) else "unknown"
+    )
+    return Finding(SHAPES_DISAGREE, f"{conflict.where}: {conflict.why}", severity, basis="model")
 
 
-def _match_pair(model: Model, name: str, layout_name: str) -> tuple[Family, ModelTensors]:
+def _match_pair(
+    model: Model, name: str, layout_name: str, names: Collection[str] | None
+) -> tuple[Family, ModelTensors]:
     family = families.family(name)
     layout = family.get_layout(layout_name)
     shapes = {key: item.shape for key, item in model.tensors.items()}
-    return family, ModelTensors(layout, model.match_keys(family, layout, shapes), shapes)
+    matched = model.match_keys(family, layout, shapes)
+    if names is not None:
+        shapes = {key: shape for key, shape in shapes.items() if key in names}
+    return family, ModelTensors(layout, matched, shapes)
 
 
 def _recognize_comparable(model: Model) -> Model | None:

@@ -111,13 +111,14 @@ def check_scales_kept(draft: Draft) -> Draft:
     """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
     renamed = not draft.change.keeps_names
-    require_scales_kept(
+    mismatches = require_scales_kept(
         draft.catalog,
         names,
         renamed=renamed,
         dtype=draft.options.dtype,
         allow_missing=draft.options.allow_missing,
     )
+    draft.notes.add(*(error.summary for error in mismatches), kind="warning")
     return draft
 
 
@@ -128,15 +129,15 @@ def require_scales_kept(
     renamed: bool,
     dtype: str | None,
     allow_missing: bool = False,
-) -> None:
+) -> list[UnsupportedError]:
     """Raise if a conversion would separate quantized weights from their scales, or miss some.
 
     If all tensors are copied under their own names, only missing tensors are errors, and none are
-    with *allow_missing*.
+    with *allow_missing*. Errors in weights whose tensors do not fit each other are then returned.
     """
     is_copy = not renamed and dtype is None and catalog.tensors.keys() <= set(selected)
     if (is_copy and allow_missing) or is_unquantized(catalog):
-        return
+        return []
     survey = survey_leniently(catalog)
     for error in survey.errors.values():
         if isinstance(error, DamagedError) or (isinstance(error, UnsupportedError) and not is_copy):
@@ -161,6 +162,7 @@ def require_scales_kept(
             name: entry for name, entry in catalog.tensors.items() if name in selected
         }
         require_paired_scales(replace(catalog, tensors=selected_tensors))
+    return [error for error in survey.errors.values() if isinstance(error, UnsupportedError)]
 
 
 def require_quantized_uncast(
@@ -180,11 +182,11 @@ def require_quantized_uncast(
     ]
     if cast_names:
         raise UsageError(
-            f"{format_option('--dtype')} cannot cast quantized tensors ({len(cast_names):,} "
-            "found): their scales would be ignored or rounded",
+            f"{format_option('--dtype')} cannot cast quantized tensors or their scales "
+            f"({len(cast_names):,} found)",
             where=f"tensor `{cast_names[0]}`",
-            why="scales are stored in separate tensors; quantized tensors: "
-            f"{quote_names(cast_names)}",
+            why="scales would be ignored, rounded, or of a dtype that loaders do not expect; "
+            f"quantized tensors: {quote_names(cast_names)}",
             hint=f"pass {format_option('--dequantize bf16')} to dequantize them",
         )
 

@@ -155,6 +155,21 @@ def find_quantized_tensors(catalog: Catalog) -> Mapping[str, str]:
     return survey_leniently(catalog).scheme_by_tensor
 
 
+def require_same_quantization(first: Catalog, second: Catalog, hint: str) -> None:
+    """Raise if only one of two checkpoints is quantized, since its tensors have other names."""
+    schemes, other_schemes = (find_quantized_tensors(catalog) for catalog in (first, second))
+    if bool(schemes) == bool(other_schemes):
+        return
+    quantized, other = (first, second) if schemes else (second, first)
+    names = ", ".join(dict.fromkeys((schemes or other_schemes).values()))
+    raise MappingError(
+        "only one of the checkpoints is quantized",
+        where=f"{first.path} and {second.path}",
+        why=f"{quantized.path} is quantized ({names}), and {other.path} is not",
+        hint=hint,
+    )
+
+
 def note_undeclared_quantization(
     catalog: Catalog, config: Json | None, sidecar_names: Collection[str]
 ) -> Iterator[str]:
@@ -354,6 +369,13 @@ def dequantize_catalog(
         documents=documents,
         notes=(*catalog.notes, *_note_dequantization(survey, dtype)),
     )
+
+
+def dequantize_if_quantized(catalog: Catalog, dtype: str | None) -> Catalog:
+    """Dequantize a checkpoint, unless it is not quantized or *dtype* is None."""
+    if dtype is None or not find_quantized_tensors(catalog):
+        return catalog
+    return dequantize_catalog(catalog, dtype)
 
 
 def _note_dequantization(survey: QuantizationSurvey, dtype: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ckptctl.planner.layouts import BLOCK_AXES, Family, LayoutTensor
 from ckptctl.units import pluralize
 
 Axes = tuple[str, ...]
+SAME_MODEL_HINT = "check that the configuration and all files belong to the same model"
 
 
 def list_adjacent_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
@@ -211,7 +212,7 @@ class _AxisSolver:
             where=f"tensor `{item.key}`",
             why=f"its shape is {item.shape}, stored as {item.stored}; "
             f"dimension {dim} is {item.shape[dim]}, but {factors}",
-            hint="check that the configuration and all files belong to the same model",
+            hint=SAME_MODEL_HINT,
         )
 
     def _describe_origin(self, axis: str) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, format_option
-from ckptctl.planner.axes import AxisSizes, ObservedShape, solve_axis_sizes
+from ckptctl.planner.axes import SAME_MODEL_HINT, AxisSizes, ObservedShape, solve_axis_sizes
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.families.templates import get_skeleton
 from ckptctl.planner.layouts import Drop, Family, LayoutTensor
@@ -195,7 +195,7 @@ def split_tensor(
         raise MappingError(
             f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
             where=f"tensor `{key}`",
-            hint="check that the configuration and all files belong to the same model",
+            hint=SAME_MODEL_HINT,
         )
     part_blocks = []
     for cut, length in zip(parts, lengths, strict=True):

@@ -332,6 +332,13 @@ def _read_inode(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def _find_inode(path: Path) -> tuple[int, int] | None:
+    try:
+        return _read_inode(path)
+    except OSError:
+        return None
+
+
 def _prepare_data(stage: Staging, *, resume: bool) -> None:
     if not resume or stage.data.is_symlink() or not stage.data.is_dir():
         trash.delete_permanently(stage.journal)
@@ -344,18 +351,27 @@ def _remove_staging(stage: Staging) -> list[str]:
     """Remove the staging directory, and return a note for the user if that fails.
 
     The first Ctrl-C or SIGTERM is raised after the removal. torchrun sends SIGTERM to all ranks as
-    soon as one of them has failed, which is when rank 0 removes the directory.
+    soon as one of them has failed, which is when rank 0 removes the directory. If it arrives after
+    the removal, the next run may already have created its own directory, which is kept.
     """
+    lock_file = stage.root / lock.LOCK_FILE
+    identity = _find_inode(lock_file)  # of an open file, which no new file can have
     try:
         failures = _delete_staged_files(stage)
-    except KeyboardInterrupt:
-        _delete_staged_files(stage)
+    except KeyboardInterrupt as interrupt:
+        failures = []
+        if _find_inode(lock_file) in {identity, None}:
+            failures = _delete_staged_files(stage)
+        _add_notes(interrupt, _describe_failures(stage, failures))
         raise
-    if not failures:
-        return []
+    return _describe_failures(stage, failures)
+
+
+def _describe_failures(stage: Staging, failures: Sequence[str]) -> list[str]:
     return [
-        f"`{stage.root}` could not be deleted ({failures[0]}); the next run for this destination "
+        f"`{stage.root}` could not be deleted ({failure}); the next run for this destination "
         "deletes it"
+        for failure in failures[:1]
     ]
 
 

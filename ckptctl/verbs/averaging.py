@@ -36,6 +36,7 @@ from ckptctl.errors import (
 from ckptctl.facts.agreement import compare_statements
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
+from ckptctl.numerics.quantized import require_same_quantization
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.retention import find_abandoned_checkpoints
@@ -265,6 +266,8 @@ def _compare_models(other: Draft, last: Draft) -> Notes:
         MappingError: They are not the same model.
     """
     both = f"{other.catalog.path} and {last.catalog.path}"
+    command = format_command("convert", "SRC", "DST", options=("--dequantize", "bf16"))
+    require_same_quantization(other.catalog, last.catalog, f"use {command} to dequantize it")
     if other.model.model_type != last.model.model_type:
         raise MappingError(
             "the checkpoints have different model types",

@@ -370,6 +370,53 @@ def test_damaged_quantized_model_is_refused_by_all_commands(
         ckptctl.convert(damaged, tmp_path / "part", to="hf", allow_missing=True)
 
 
+def change_tensor(folder: Path, target: Path, key: str, value: torch.Tensor) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    return save_hf(target, {**read(folder), key: value}, config)
+
+
+@pytest.mark.parametrize("scheme", [BLOCKS, "nvfp4", "int8-channel"])
+def test_copy_of_quantized_model_with_conflicting_shapes_is_refused(
+    tmp_path: Path, scheme: str
+) -> None:
+    """The names of scales are unknown to most families, whose tables have all other tensors."""
+    found = quantized(sparse(tmp_path / "source"), tmp_path / "out", scheme)
+    halved = found["lm_head.weight"][:48].clone()
+    damaged = change_tensor(tmp_path / "out", tmp_path / "damaged", "lm_head.weight", halved)
+    assert ckptctl.verify(damaged).verdict == "unknown"
+    for options in ({"to": "dcp"}, {"to": "hf", "include": ["*_head*", "*embed*"]}):
+        with pytest.raises(MappingError, match="the shapes of the tensors contradict each other"):
+            ckptctl.plan_conversion(damaged, tmp_path / "copy", **options)
+    ckptctl.plan_conversion(damaged, tmp_path / "copy", to="hf", exclude=["*_head*", "*embed*"])
+
+
+def test_copy_of_mismatched_scales_gives_warning(tmp_path: Path) -> None:
+    found = quantized(sparse(tmp_path / "source"), tmp_path / "out", BLOCKS)
+    key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    damaged = change_tensor(tmp_path / "out", tmp_path / "damaged", key, found[key][:1].clone())
+    assert ckptctl.verify(damaged).verdict == "unknown"
+    plan = ckptctl.plan_conversion(damaged, tmp_path / "copy", to="dcp")
+    assert any(text.startswith(f"`{key}` does not fit") for text in plan.warnings)
+
+
+def test_unknown_tensors_with_other_shapes_give_warning(tmp_path: Path) -> None:
+    """The layer of an EAGLE-3 draft reads two hidden states; other tensors show that it is one."""
+    golden = Golden.read("llama3")
+    keys = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    wide = {key: (golden.tensors[key][0], [*golden.tensors[key][1]]) for key in keys}
+    for _, shape in wide.values():
+        shape[1] *= 2
+    extra = {"model.fc.weight": ("bfloat16", [64, 192]), "model.d2t": ("int64", [32])}
+    tensors = {**golden.tensors, **wide, **extra}
+    source = Golden(golden.config, tensors, {}).save(tmp_path / "draft")
+    report = ckptctl.verify(source)
+    assert report.exit_code == 0
+    shapes = "the shapes of the tensors contradict each other"
+    assert [item.what for item in report.findings] == [shapes]
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert [text.partition(":")[0] for text in plan.warnings] == [shapes]
+
+
 @pytest.mark.parametrize(("name", "scheme"), [("gemma4_text.moe", "fp8-channel")])
 def test_quantizing_stacks_of_some_layers_is_refused(
     tmp_path: Path, name: str, scheme: str

@@ -12,11 +12,30 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from tests.checkpoints import save_hf
+from tests.checkpoints import save_dcp, save_hf
 from tests.checkpoints.quantized import llama
 from tests.sweeps import one_in
 
+META_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.": "",
+    "lm_head": "output",
+    "self_attn": "attention",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "_proj": "",
+    "attention.": "attention.w",
+}
 WAYS = ("plain", "fp8-block", "fp8-channel")
+
+
+def rename_to_meta(key: str) -> str:
+    for hf_name, meta_name in META_NAMES.items():
+        key = key.replace(hf_name, meta_name)
+    return key
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +93,42 @@ def test_cast_of_scales_is_refused(tmp_path: Path, models: Path, scheme: str) ->
     with pytest.raises(UsageError, match="cannot cast quantized tensors"):
         ckptctl.convert(source, tmp_path / "out", **options)
     ckptctl.convert(source, tmp_path / "out", **(options | {"include": "*norm*"}))
+
+
+def test_copy_of_packed_model_in_another_layout_is_known(tmp_path: Path, models: Path) -> None:
+    """The scheme has names of its own, so no layout has the tensors."""
+    ckptctl.convert(models / "plain", tmp_path / "source", to="hf", quantize="nvfp4")
+    state = load_file(tmp_path / "source" / "model.safetensors")
+    renamed = {rename_to_meta(key): tensor for key, tensor in state.items()}
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    layouts = {"hf": (state, ()), "meta": (renamed, ("keys are copied unchanged, in layout meta",))}
+    for name, (tensors, warnings) in layouts.items():
+        save_dcp(tmp_path / name, tensors)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        plan = ckptctl.plan_conversion(tmp_path / name, tmp_path / "out", to="hf")
+        assert plan.model_type == "llama2" and plan.warnings == warnings
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4"])
+def test_commands_on_two_models_tell_that_one_is_quantized(
+    tmp_path: Path, models: Path, scheme: str
+) -> None:
+    plain, packed, out = models / "plain", tmp_path / scheme, tmp_path / "out"
+    ckptctl.convert(plain, packed, to="hf", quantize=scheme)
+    message = "only one of the checkpoints is quantized"
+    for pair in ((plain, packed), (packed, plain)):
+        with pytest.raises(MappingError, match=message) as refused:
+            ckptctl.average(pair, out)
+        assert "convert" in str(refused.value.hint)
+        with pytest.raises(MappingError, match=message) as refused:
+            ckptctl.extract_lora(*pair, out, rank=2)
+        assert "dequantize='bf16'" in str(refused.value.hint)
+        adapter = tmp_path / f"adapter-of-{pair[0].name}"
+        ckptctl.extract_lora(*pair, adapter, rank=2, dequantize="bf16")
+    if scheme == "nvfp4":
+        with pytest.raises(MappingError, match=message) as refused:
+            ckptctl.convert(packed, out, to="hf", fill_from=plain)
+        assert "dequantize='bf16'" in str(refused.value.hint)
 
 
 def test_extract_refuses_casting_quantized_elements(models: Path) -> None:

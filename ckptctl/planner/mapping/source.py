@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, format_option, quote_names
 from ckptctl.planner.axes import (
+    SAME_MODEL_HINT,
     AxisSizes,
     ObservedShape,
     build_equations,
@@ -65,7 +66,7 @@ class SurplusError(MappingError):
     def __init__(self, name: str, count: int, stated: int) -> None:
         super().__init__(
             f"the tensors show {name} = {count:,}, but the configuration states {stated:,}",
-            hint="check that the configuration and all files belong to the same model",
+            hint=SAME_MODEL_HINT,
         )
         self.name, self.count, self.stated = name, count, stated
 

@@ -35,6 +35,7 @@ from ckptctl.adapters.peft import (
     is_unsupported_layer,
     needs_parameter_target,
 )
+from ckptctl.catalog import Catalog
 from ckptctl.conversion.destinations import is_replaceable, require_destination
 from ckptctl.conversion.recognition.model import ModelRequest, recognize_model, require_known_model
 from ckptctl.conversion.sources import open_source
@@ -49,7 +50,12 @@ from ckptctl.errors import (
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import find_quantized_tensors
+from ckptctl.numerics.quantized import (
+    dequantize_hint_on_error,
+    dequantize_if_quantized,
+    find_quantized_tensors,
+    require_same_quantization,
+)
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PEFT_PREFIX, STACKED, list_linear_keys
 from ckptctl.storage.arithmetic import import_torch
@@ -121,8 +127,13 @@ class LoraExtractor:
         if self.target.is_upload:
             raise UsageError("cannot write an adapter to a URL", where=str(output))
         options.require_rank_or_energy()
-        self.family, self.layout, self.tied, self.copies = _recognize_family(sources[0], options)
-        self.base, self.tuned = (self._open_model(source) for source in sources)
+        open_options = OpenOptions(model_type=options.model_type)
+        base_catalog, tuned_catalog = (open_source(source, open_options) for source in sources)
+        if options.dequantize is None:
+            hint = f"pass {format_option('--dequantize bf16')} to dequantize it"
+            require_same_quantization(base_catalog, tuned_catalog, hint)
+        self.family, self.layout, self.tied, self.copies = _recognize_family(base_catalog, options)
+        self.base, self.tuned = map(self._open_model, sources, (base_catalog, tuned_catalog))
         self.linear = frozenset(
             key
             for key in list_linear_keys(self.family, self.layout, self.base)
@@ -136,8 +147,8 @@ class LoraExtractor:
         }
         self._require_same_model()
 
-    def _open_model(self, path: TreePath) -> LazyStateDict:
-        is_quantized = bool(find_quantized_tensors(open_source(path, OpenOptions())))
+    def _open_model(self, path: TreePath, catalog: Catalog) -> LazyStateDict:
+        is_quantized = bool(find_quantized_tensors(catalog))
         open_options = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
@@ -410,9 +421,9 @@ class LoraExtractor:
 
 
 def _recognize_family(
-    path: TreePath, options: LoraExtractionOptions
+    catalog: Catalog, options: LoraExtractionOptions
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
-    """Recognize the model at *path*, and find the layout whose names PEFT uses.
+    """Recognize the model in *catalog*, and find the layout whose names PEFT uses.
 
     PEFT uses the parameter names that transformers has in memory, where experts are stacked.
 
@@ -420,9 +431,10 @@ def _recognize_family(
         The model type, the layout, the names of tensors that others are tied to, and the names of
         the tied tensors.
     """
-    catalog = open_source(path, OpenOptions(model_type=options.model_type))
+    catalog = dequantize_if_quantized(catalog, options.dequantize)
     model = recognize_model(catalog, request=ModelRequest(options.model_type))
-    require_known_model(model)
+    with dequantize_hint_on_error(model):
+        require_known_model(model)
     family = families.family(model.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
     fresh = family.get_layout(FRESH_LAYOUT).leaves.values() if model.layout == FRESH_LAYOUT else ()

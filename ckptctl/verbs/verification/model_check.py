@@ -22,7 +22,6 @@ from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.errors import MappingError, MissingPackageError, UsageError, quote_names
 from ckptctl.facts.agreement import (
     FILES_DISAGREE,
-    SHAPES_DISAGREE,
     TENSORS_DISAGREE,
     find_conflicting_shapes,
     find_contradictions,
@@ -78,8 +77,7 @@ def check_model(model: Model, notes: Notes) -> ModelCheck:
     findings += find_quantization_problems(catalog)
     findings += iterate_contradictions(model)
     if conflict := find_conflicting_shapes(model):
-        why = f"{conflict.where}: {conflict.why}"
-        findings.append(Finding(SHAPES_DISAGREE, why, "unknown", basis="model"))
+        findings.append(conflict)
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
         findings += _check_last_ranks(model)
     if not names:

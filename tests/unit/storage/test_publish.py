@@ -7,12 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.storage import file_system, publish, trash
+from ckptctl.storage import file_system, lock, publish, trash
 from ckptctl.storage.destinations import require_space, require_writable
 from ckptctl.storage.publish import stage_output
 from ckptctl.storage.threads import Terminated
@@ -354,6 +355,22 @@ def test_sigterm_while_removing_staging_leaves_nothing(tmp_path, call, fails):
 
     assert limits.run_limited(work).result == "terminated"
     assert tree(tmp_path) == ([] if fails else ["out", "out/model"])
+
+
+def test_sigterm_after_removal_keeps_staging_directory_of_next_run(tmp_path, monkeypatch):
+    """The next run begins between the last call that removes the directory, and the signal."""
+    remove = trash.delete_permanently
+
+    def remove_and_interrupt(path):
+        remove(path)
+        if path.name == ".out.ckptctl-staging":
+            monkeypatch.setattr(trash, "delete_permanently", remove)
+            stack.enter_context(lock.hold_lock(path, tmp_path / "out", "writing"))
+            raise KeyboardInterrupt
+
+    with ExitStack() as stack, pytest.raises(KeyboardInterrupt), stage_output(tmp_path / "out"):
+        monkeypatch.setattr(trash, "delete_permanently", remove_and_interrupt)
+    assert tree(tmp_path) == [".out.ckptctl-staging", ".out.ckptctl-staging/lock"]
 
 
 def test_symlinked_staging_directory_is_refused(tmp_path):
