@@ -76,10 +76,11 @@ def check_model(model: Model, notes: Notes) -> ModelCheck:
     ]
     findings += find_quantization_problems(catalog)
     findings += iterate_contradictions(model)
-    if conflict := find_conflicting_shapes(model):
-        findings.append(conflict)
+    last_ranks = None
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
-        findings += _check_last_ranks(model)
+        last_ranks = _find_missing_last_ranks(model)
+    if shapes_finding := last_ranks or find_conflicting_shapes(model):
+        findings.append(shapes_finding)
     if not names:
         return ModelCheck(findings, "structure")
     notes.add(*missing_tensors.notes)
@@ -140,8 +141,8 @@ def _is_config_misread(model: Model) -> bool:
     return False
 
 
-def _check_last_ranks(model: Model) -> Iterator[Finding]:
-    """Yield a finding if the shards of the highest ranks seem to be missing."""
+def _find_missing_last_ranks(model: Model) -> Finding | None:
+    """Return a finding if the shards of the highest ranks seem to be missing."""
     # Few checkpoints need these modules, which are slow to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
     from ckptctl.facts.agreed_change import change_layout_checked
@@ -150,4 +151,5 @@ def _check_last_ranks(model: Model) -> Iterator[Finding]:
         change_layout_checked(model, model.tensors, LayoutRequest(None, partial=True))
     except MappingError as error:
         message = "the last ranks' shards may be missing: a shape contradicts the configuration"
-        yield Finding(message, f"{error.where}: {error.why}", "unknown", basis="model")
+        return Finding(message, f"{error.where}: {error.why}", "unknown", basis="model")
+    return None
