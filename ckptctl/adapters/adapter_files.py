@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl import families
+from ckptctl.adapters.adapter_checks import iterate_pair_problems
 from ckptctl.adapters.grouped_factors import normalize_factors
 from ckptctl.adapters.peft import (
     MERGEABLE_FIELDS,
@@ -24,7 +25,7 @@ from ckptctl.adapters.peft import (
 )
 from ckptctl.conversion.assets import Assets
 from ckptctl.conversion.draft import Draft
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, format_option
+from ckptctl.errors import MappingError, RefusedError, UsageError, format_option
 from ckptctl.facts.config_files import dump_json
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import read_config_files
@@ -38,7 +39,6 @@ from ckptctl.planner.mapping.adapters import (
     get_module_name,
     has_adapter_factors,
     is_factor,
-    list_unpaired_factors,
     map_scaled_biases,
 )
 from ckptctl.planner.mapping.mapped import compose_tensors
@@ -81,13 +81,8 @@ def plan_adapter_files(draft: Draft) -> Draft:
         return draft
     catalog, assets = draft.catalog, draft.assets
     target, change = draft.target, draft.change
-    unpaired_factors = list_unpaired_factors(catalog.tensors)
-    if unpaired_factors:
-        raise UnsupportedError(
-            f"{pluralize(len(unpaired_factors), 'layer has', 'layers have')} only one LoRA factor",
-            where=f"tensor `{unpaired_factors[0]}`",
-            why="an adapter changes a layer by the product of two factors",
-        )
+    for problem in iterate_pair_problems(catalog):
+        raise problem.error
     config = find_adapter_config(catalog)
     supported_fields = list_supported_fields(change)
     adapter_settings = parse_adapter_settings(

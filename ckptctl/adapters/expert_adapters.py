@@ -38,6 +38,7 @@ from ckptctl.adapters.peft import (
     AdapterSettings,
     build_patterns,
     find_adapter_config,
+    is_in_target_module,
     match_pattern,
     needs_parameter_target,
     parse_adapter_settings,
@@ -123,7 +124,7 @@ def _match_parameter(
     parameter_names = [
         f"{model_module}.{target.rpartition('.')[2]}"
         for target in target_parameters
-        if _is_in_module(model_module, target)
+        if is_in_target_module(model_module, target)
     ]
     if not parameter_names:
         return
@@ -161,11 +162,6 @@ def _match_parameter(
             + ", ".join(f"`{name}` is {list(model_tensors[name].shape)}" for name in present_names),
         )
     yield candidates[0]
-
-
-def _is_in_module(module_path: str, target: str) -> bool:
-    module = target.rpartition(".")[0]
-    return f".{module_path}".endswith(f".{module}") if module else True
 
 
 def _require_b(adapter: Catalog, module: str) -> TensorEntry:

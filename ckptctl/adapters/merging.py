@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ckptctl import families, formats
+from ckptctl.adapters.adapter_checks import (
+    iterate_config_problems,
+    iterate_pair_problems,
+    iterate_selection_problems,
+    map_factor_modules,
+    parse_selection,
+)
 from ckptctl.adapters.deltas import (
     Delta,
     Deltas,
@@ -38,8 +45,6 @@ from ckptctl.adapters.peft import (
     parse_adapter_settings,
     require_adapter,
     require_biases,
-    require_consistent_magnitudes,
-    require_trained_modules,
     select_factors,
 )
 from ckptctl.catalog import Catalog, ComputedTensor, ComputeInput, TensorEntry, build_computed_name
@@ -59,7 +64,14 @@ from ckptctl.conversion.recognition.model import (
     require_known_model,
 )
 from ckptctl.conversion.sources import locate_tensors
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, format_option
+from ckptctl.errors import (
+    MappingError,
+    RefusedError,
+    UnsupportedError,
+    format_option,
+    quote_names,
+)
+from ckptctl.formats.peft import CONFIG
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import build_rearranged_file
 from ckptctl.planner.layouts import Family
@@ -67,6 +79,7 @@ from ckptctl.planner.mapping.adapters import (
     PEFT_LAYOUTS,
     derive_adapter_family,
     has_adapter_factors,
+    list_adaptable_modules,
 )
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
@@ -131,18 +144,31 @@ class AdapterMerge:
         adapter: Catalog of the adapter.
         layout: Layout of the adapter, set when it is matched.
         root: Key prefix of the adapter in a larger state dict, set when it is matched.
+        notes: Notes about the adapter.
+        selection: Modules that the PEFT config selects, or None if unknown.
+        modules: Modules whose factors PEFT would load, each with the name of a factor.
         scales: The distinct scales of B A, filled during the merge.
         matched: The changes, set when the adapter is matched.
     """
 
     def __init__(self, path: TreePath, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = select_factors(normalize_factors(formats.open_checkpoint(path)))
+        stored = formats.open_checkpoint(path)
+        self.adapter = select_factors(normalize_factors(stored))
         require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ARGUMENT_ORDER_HINT)
         self.config = find_adapter_config(self.adapter)
         self.settings: AdapterSettings = parse_adapter_settings(
             self.config, options.lora_alpha, scaling, supported=MERGEABLE_FIELDS
         )
+        self.notes = [*self.adapter.notes]
+        self.selection = parse_selection(self.config, self.notes)
+        self.modules = map_factor_modules(self.adapter, self.config, stored.tensors)
+        for problem in (
+            *iterate_pair_problems(self.adapter),
+            *iterate_config_problems(self.adapter, self.config, self.settings),
+            *iterate_selection_problems(self.selection, self.modules, self.notes),
+        ):
+            raise problem.error
         self.layout = ""
         self.root = ""
         self.scales: set[float] = set()
@@ -205,7 +231,7 @@ class AdapterMerge:
                 extents=(virtual.to_extent(name),),
                 alias_of=None,
             )
-        notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
+        notes = (*catalog.notes, *(f"adapter: {note}" for note in self.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
     def _match_adapter(self, model: Model, family: Family) -> None:
@@ -250,14 +276,9 @@ class AdapterMerge:
             linear_names = convert_embedding_factors(linear_factors).tensors
             linear = {key: entry for key, entry in factors.items() if entry.name in linear_names}
             matched.append(match_adapter(unfused, self.layout, linear, path))
+            self._note_missing_factors(list_adaptable_modules(family, self.layout, unfused.tensors))
         matched += match_stacked_parameters(parameters, stacks, factors, unfused, path)
         self.matched = join_deltas(matched)
-        require_consistent_magnitudes(
-            self.settings,
-            [delta.factors[1] for delta in self.matched.changed if delta.magnitude],
-            [delta.factors[1] for delta in self.matched.changed if not delta.magnitude],
-        )
-        require_trained_modules(self.config, self.matched.replaced)
         biases = {delta.key.removesuffix("weight") + "bias" for delta in self.matched.changed}
         require_biases(
             self.config, sorted((biases & model_tensors.keys()) - self.matched.replaced.keys())
@@ -265,6 +286,24 @@ class AdapterMerge:
         stored = [parameter for parameter in parameters if parameter.key not in stacks]
         expert_deltas = tuple(iterate_expert_deltas(stored, model_tensors, factors))
         self.matched = replace(self.matched, changed=(*self.matched.changed, *expert_deltas))
+
+    def _note_missing_factors(self, model_modules: Sequence[str]) -> None:
+        """Add a note if the adapter has no factors for some of *model_modules* that it selects."""
+        selection = self.selection
+        # If other names have factors, the adapter was trained under other names.
+        if selection is None or not self.modules.keys() <= set(model_modules):
+            return
+        missing = [
+            module
+            for module in model_modules
+            if module not in self.modules and selection.has_module(module)
+        ]
+        if missing:
+            self.notes.append(
+                f"{CONFIG} selects {pluralize(len(missing), 'layer')} without factors, which "
+                f"{'keeps its weight' if len(missing) == 1 else 'keep their weights'}: "
+                f"{quote_names(missing)}"
+            )
 
     def _require_untied(self, changed_names: set[str], model: Model) -> None:
         """Raise if the merge would change only one of two tensors that are tied or share memory."""

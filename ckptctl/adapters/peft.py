@@ -144,6 +144,7 @@ TRAINED_FIELDS = ("bias",)
 """PEFT config fields whose tensors are recognized by their names."""
 MERGEABLE_FIELDS = (*TRAINED_FIELDS, TARGET_PARAMETERS)
 """PEFT config fields whose tensors ``merge`` supports."""
+SAME_ADAPTER_HINT = "check that both files belong to the same adapter"
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -184,13 +185,8 @@ class AdapterSettings:
             UsageError: Alpha is unknown.
         """
         module = self._get_target_name(get_module_name(key))
-        configured_rank = match_pattern(self.rank_pattern, module, self.rank)
-        if configured_rank is not None and configured_rank != rank:
-            raise UnsupportedError(
-                f"the rank is {rank}, but {CONFIG} states {configured_rank}",
-                where=f"tensor `{key}`",
-                hint="check that both files belong to the same adapter",
-            )
+        if error := self.find_rank_error(key, rank):
+            raise error
         if self.scaling is not None:
             return _require_float32_factor("scaling", self.scaling, self.scaling, key)
         alpha = match_pattern(self.alpha_pattern, module, self.alpha)
@@ -203,6 +199,18 @@ class AdapterSettings:
             )
         return _require_float32_factor(
             "lora_alpha", alpha, alpha / self.get_alpha_divisor(rank), key
+        )
+
+    def find_rank_error(self, key: str, rank: int) -> UnsupportedError | None:
+        """Build the error for tensor *key* of rank *rank*, or return None if the config agrees."""
+        module = self._get_target_name(get_module_name(key))
+        configured_rank = match_pattern(self.rank_pattern, module, self.rank)
+        if configured_rank is None or configured_rank == rank:
+            return None
+        return UnsupportedError(
+            f"the rank is {rank}, but {CONFIG} states {configured_rank}",
+            where=f"tensor `{key}`",
+            hint=SAME_ADAPTER_HINT,
         )
 
     def get_alpha_divisor(self, rank: int) -> float:
@@ -298,46 +306,6 @@ def require_biases(config: Json | None, missing_biases: Collection[str]) -> None
         )
 
 
-def require_consistent_magnitudes(
-    adapter_settings: AdapterSettings,
-    with_magnitude: Collection[str],
-    without_magnitude: Collection[str],
-) -> None:
-    """Raise if magnitudes contradict the config, or only some modules have magnitudes.
-
-    Args:
-        adapter_settings: Settings of the adapter's config.
-        with_magnitude: Names of factors whose modules have DoRA magnitudes.
-        without_magnitude: Names of factors whose modules have no DoRA magnitudes.
-    """
-    if adapter_settings.uses_dora is False and with_magnitude:
-        problem, where = (
-            f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes",
-            with_magnitude,
-        )
-    elif without_magnitude and (with_magnitude or adapter_settings.uses_dora):
-        problem, where = "only some modules have a magnitude", without_magnitude
-    else:
-        return
-    raise UnsupportedError(
-        problem,
-        where=f"tensor `{next(iter(where))}`",
-        hint="check that both files belong to the same adapter",
-    )
-
-
-def require_trained_modules(config: Json | None, trained_modules: Collection[str]) -> None:
-    """Raise if the config lists fully trained modules, but the adapter contains none."""
-    modules_to_save = (config or {}).get("modules_to_save")
-    if modules_to_save and not trained_modules:
-        raise UnsupportedError(
-            "the adapter is missing its fully trained modules",
-            where=f"`modules_to_save` in {CONFIG}",
-            why=f"it lists {modules_to_save!r}, but no tensor belongs to such a module",
-            hint="remove `modules_to_save` there to keep the modules of the model",
-        )
-
-
 def require_adapter(
     catalog: Catalog, error_class: type[CkptError], message: str, hint: str = ""
 ) -> None:
@@ -425,7 +393,11 @@ def _require_supported(config: Json, supported: Collection[str]) -> None:
         for n, description in UNSUPPORTED_FIELDS.items()
         if config.get(n) and n not in supported
     }
-    if config.get("bias") not in (None, "none", *(BIAS_VALUES if "bias" in supported else ())):
+    if config.get("bias") not in (None, "none", *BIAS_VALUES):
+        raise invalid_field_error(
+            "bias", config["bias"], f"it must be none, {' or '.join(BIAS_VALUES)}"
+        )
+    if "bias" not in supported and config.get("bias") in BIAS_VALUES:
         unsupported = {"bias": f"biases (`bias: {config['bias']}`)", **unsupported}
     for name, description in unsupported.items():
         raise RefusedError(
@@ -442,7 +414,8 @@ def _require_supported(config: Json, supported: Collection[str]) -> None:
         )
 
 
-def _invalid_field_error(name: str, value: object, why: str | None = None) -> UnsupportedError:
+def invalid_field_error(name: str, value: object, why: str | None = None) -> UnsupportedError:
+    """Build the error for a field of the PEFT config that has an invalid value."""
     return UnsupportedError(f"invalid `{name}`: {value!r}", where=CONFIG, why=why)
 
 
@@ -450,19 +423,19 @@ def _read_flag(config: Json, name: str) -> bool | None:
     value = config.get(name)
     if value is None or isinstance(value, bool):
         return value
-    raise _invalid_field_error(name, value, "it must be true or false")
+    raise invalid_field_error(name, value, "it must be true or false")
 
 
 def _require_positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _invalid_field_error(name, value, "it must be a positive number")
+        raise invalid_field_error(name, value, "it must be a positive number")
     return float(value)
 
 
 def _read_pattern(config: Json, name: str) -> dict[str, float]:
     patterns = config.get(name) or {}
     if not isinstance(patterns, Mapping):
-        raise _invalid_field_error(name, patterns)
+        raise invalid_field_error(name, patterns)
     values = {str(key): value for key, value in patterns.items()}
     require_simple_patterns(values, f"`{name}` in {CONFIG}")
     return {key: _require_positive(key, value) for key, value in values.items()}
@@ -470,7 +443,7 @@ def _read_pattern(config: Json, name: str) -> dict[str, float]:
 
 def _require_integer_rank(name: str, value: float) -> int:
     if value != int(value):
-        raise _invalid_field_error(name, value, "it must be an integer")
+        raise invalid_field_error(name, value, "it must be an integer")
     return int(value)
 
 
@@ -485,6 +458,12 @@ def _require_integer_rank(name: str, value: float) -> int:
 
 RankAndAlpha = tuple[int, float]
 """Rank and alpha of a module."""
+
+
+def is_in_target_module(module: str, target: str) -> bool:
+    """Return whether *module* may be the module of the parameter *target*."""
+    target_module = target.rpartition(".")[0]
+    return f".{module}".endswith(f".{target_module}") if target_module else True
 
 
 def needs_parameter_target(module: str) -> bool:

@@ -7,6 +7,7 @@ where rows are permuted): the negative controls show that these tests would see 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,76 @@ def test_merged_adapter_matches_peft_merge(
     assert found.keys() == expected.keys()
     assert max(distance(found[name], expected[name]) for name in expected) <= TOLERANCE
     assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
+    verification = ckptctl.verify(tmp_path / "adapter")
+    plan = ckptctl.plan_merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
+    assert verification.verdict == "complete" and not verification.findings
+    assert not [note for note in (*plan.conversion.notes, *verification.notes) if "select" in note]
+
+
+def test_merge_without_the_factors_of_a_layer_matches_peft_merge(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+
+    model = transformers_model("llama", tmp_path / "base")
+    trained(model, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    factors = load_file(file)
+    save_file({name: f for name, f in factors.items() if "1.self_attn.q_proj" not in name}, file)
+    config = tmp_path / "adapter" / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"init_lora_weights": True}))
+    again = transformers_model("llama", tmp_path / "base")
+    with pytest.warns(UserWarning, match=r"missing adapter keys.*layers\.1\.self_attn\.q_proj"):
+        adapted = PeftModel.from_pretrained(again, tmp_path / "adapter")
+    expected = adapted.merge_and_unload().state_dict()
+    done = ckptctl.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    assert any("`model.layers.1.self_attn.q_proj`" in note for note in done.plan.notes)
+    found = load_any_reference(tmp_path / "merged")
+    assert max(distance(found[name], expected[name]) for name in expected) <= TOLERANCE
+
+
+SELECTIONS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "mlp.down_proj", "model.layers.1.self_attn.v_proj"]},
+    {"target_modules": r".*\.(0|2)\..*(q|k)_proj"},
+    {"target_modules": ["proj"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": 1},
+    {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": []},
+    {"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"], "layers_to_transform": [1, 2]},
+    {"target_modules": ["q_proj", "fc"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    {
+        "target_modules": ["q_proj", "fc"],
+        "layers_to_transform": [1],
+        "layers_pattern": ["h", "l.*"],
+    },
+    {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["0.self_attn.q_proj", "v_proj"]},
+    {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.1\..*"},
+    {"target_modules": ["q_proj", "lm_head", "fc"], "modules_to_save": ["lm_head", "h"]},
+    {"target_parameters": ["mlp.experts.down_proj"]},
+]
+MODULES = [
+    *(
+        f"{top}.{layer}.{name}"
+        for top in ("model.layers", "h", "model.visual.layers")
+        for layer in range(3)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj")
+    ),
+    *("q_proj", "lm_head", "proj", "h.1.fc", "layers.1.fc", "model.layers.1.experts.2.q_proj"),
+]
+
+
+@pytest.mark.parametrize("config", SELECTIONS)
+def test_selected_modules_match_peft_selection(config: dict[str, Any]) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    from ckptctl.adapters.target_modules import TargetSelection
+
+    selection = TargetSelection.parse(config)
+    assert selection is not None
+    peft_config = LoraConfig(**config)
+    for module in MODULES:
+        expected = bool(check_target_module_exists(peft_config, module))
+        assert selection.has_module(module) == expected, module
 
 
 EXPERTS: dict[str, Any] = {

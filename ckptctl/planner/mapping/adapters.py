@@ -46,6 +46,13 @@ _PEFT_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _MCORE_SUFFIXES = (".linear_in.weight", ".linear_out.weight")
 _PEFT_EMBEDDING_SUFFIXES = (".lora_embedding_B", ".lora_embedding_A")
 """PEFT's suffixes for B and A of an embedding, which PEFT stores transposed."""
+_PAIR_SUFFIXES = (
+    _PLAIN_SUFFIXES,
+    _PEFT_SUFFIXES,
+    (*_MCORE_SUFFIXES, ""),
+    (*reversed(_PEFT_EMBEDDING_SUFFIXES), _PEFT_SUFFIXES[2]),
+)
+"""Suffixes of the factors whose first and last dimension is the rank, and of the magnitudes."""
 RANK_FIRST_SUFFIXES = (
     _PLAIN_SUFFIXES[0],
     _PEFT_SUFFIXES[0],
@@ -121,6 +128,32 @@ def list_unpaired_factors(names: Collection[str]) -> list[str]:
         if name.endswith(suffix)
         and is_factor(name)
         and name.removesuffix(suffix) + other_suffix not in names
+    ]
+
+
+class FactorPair(NamedTuple):
+    """Names of the two low-rank factors of a layer, and of its DoRA magnitudes.
+
+    Attributes:
+        rank_first: Name of the factor whose first dimension is the rank.
+        rank_last: Name of the factor whose last dimension is the rank.
+        magnitude: Name of the magnitudes if the layer has any, or an empty string.
+    """
+
+    rank_first: str
+    rank_last: str
+    magnitude: str
+
+
+def list_factor_pairs(names: Collection[str]) -> list[FactorPair]:
+    """List the pairs of low-rank factors among *names*."""
+    return [
+        FactorPair(name, module + rank_last, module + magnitude)
+        for name in names
+        for rank_first, rank_last, magnitude in _PAIR_SUFFIXES
+        if name.endswith(rank_first) and is_factor(name)
+        for module in [name.removesuffix(rank_first)]
+        if module + rank_last in names
     ]
 
 
@@ -355,6 +388,28 @@ def _iterate_adapter_tensors(
         }
         if copies:
             yield _build_row(tensor, role, copies)
+
+
+def list_adaptable_modules(base: Family, layout: str, names: Collection[str]) -> list[str]:
+    """List the modules to which an adapter in *layout* can add factors, except routers and experts.
+
+    *names* are the names of the model's tensors in the tables of *base*.
+    """
+    leaves = {
+        tensor.name.partition(".")[0].removesuffix(f"-{FACTOR_ROLES[1]}"): (tensor.indices, leaf)
+        for tensor in derive_adapter_family(base).rows
+        if (leaf := tensor.leaves.get(layout)) is not None
+        and tensor.name.partition(".")[0].endswith(f"-{FACTOR_ROLES[1]}")
+        and not leaf.spread_axes
+    }
+    modules: dict[str, None] = {}
+    for name in names:
+        head, *numbers = name.split(".")
+        indices, leaf = leaves.get(head, ((), None))
+        if leaf is not None and head != ROUTER and len(numbers) == len(indices):
+            values = dict(zip(indices, map(int, numbers), strict=True))
+            modules[get_module_name(leaf.key.format_key(values))] = None
+    return list(modules)
 
 
 ROUTER = "router"

@@ -29,6 +29,7 @@ from ckptctl.facts.agreement import (
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantization.statement import SIDECAR_METHODS
 from ckptctl.numerics.quantized import find_quantization_problems, is_unquantized
+from ckptctl.planner.mapping.adapters import has_adapter_factors
 from ckptctl.verdict import Scope, Severity
 
 UNCOUNTED_LAYERS = (
@@ -66,7 +67,8 @@ def check_model(model: Model, notes: Notes) -> ModelCheck:
         unknown = f"the configuration does not describe the model: {why}"
         missing_tensors = MissingTensors((), False, model, unknown)
     notes.explain("missing", missing_tensors.missing)
-    findings = [
+    findings = _check_adapter(catalog, notes)
+    findings += [
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in missing_tensors.missing.items()
     ]
@@ -101,16 +103,30 @@ def recognize_and_check_model(catalog: Catalog, request: ModelRequest, notes: No
         raise
     except MappingError as error:
         notes.add(f"{error.what}, so missing tensors cannot be detected")
-        return ModelCheck([], "structure")
+        return ModelCheck(_check_adapter(catalog, notes), "structure")
     return check_model(model, notes)
+
+
+def _check_adapter(catalog: Catalog, notes: Notes) -> list[Finding]:
+    """Check the factors of an adapter, if *catalog* contains any."""
+    if not has_adapter_factors(catalog.tensors):
+        return []
+    # Few checkpoints need this module, which is slow to import.
+    from ckptctl.adapters.adapter_checks import check_stored_adapter
+
+    findings, texts = check_stored_adapter(catalog)
+    notes.add(*texts)
+    return findings
 
 
 def is_determined_by_index(catalog: Catalog, notes: Notes) -> bool:
     """Return whether the result of the model check depends only on the index.
 
-    If the model is quantized, the check may also read files or tensors, and notes may contain
-    paths.
+    If the model is quantized, or the checkpoint is an adapter, the check may also read files or
+    tensors, and notes may contain paths.
     """
+    if has_adapter_factors(catalog.tensors):
+        return False
     reads_files = not SIDECAR_METHODS.keys().isdisjoint(catalog.assets) or not is_unquantized(
         catalog
     )

@@ -72,7 +72,6 @@ def test_rank_that_contradicts_shapes_is_an_error():
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "lora_only"}, "biases"),
-        ({"bias": "boft_only"}, "biases"),
         ({"lora_bias": True}, "biases of B"),
         ({"use_qalora": True}, "QALoRA"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "parameter targets"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,14 +262,15 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     [
         (lambda a: {**a, "base_model.model.model.nothing.weight": torch.zeros(2)}, MappingError,
          "unknown"),
-        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "matching `lora_b`"),
+        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), MissingTensorsError,
+         "only one LoRA factor"),
         (lambda a: {**a, **{n: v[:2] for n, v in a.items() if "1.self_attn.q_proj.lora_A" in n}},
          UnsupportedError, "rank"),
         (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,
          "conflicts"),
         (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "model has"),
         (lambda a: {n.replace("lora_A.weight", "lora_embedding_A"): v for n, v in a.items()},
-         UnsupportedError, "no matching `lora_a`"),
+         MissingTensorsError, "only one LoRA factor"),
     ],
 )  # fmt: skip
 def test_mismatched_adapters_are_refused(base, tmp_path, change, error, says):
@@ -554,3 +556,82 @@ def test_layers_missing_in_model_name_both_checkpoints(tmp_path):
     with pytest.raises(MappingError, match="is missing the layers of 1 adapter tensor") as caught:
         ckptctl.merge(base, folder, tmp_path / "out")
     assert caught.value.where == f"adapter `{folder}` and model `{base}`"
+
+
+Q, Q2 = (f"model.layers.{layer}.self_attn.q_proj" for layer in range(2))
+K2, K = (f"model.layers.{layer}.self_attn.k_proj" for layer in range(2))
+
+
+def change_adapter(folder, change, **config):
+    """Write an adapter of two projections, whose tensors and configuration are changed."""
+    adapter = random_adapter(STATE, ("q_proj", "k_proj"))
+    return save_peft(folder, change(adapter), **{"target_modules": ["q_proj", "k_proj"], **config})
+
+
+def drop(part):
+    return lambda adapter: lacking(adapter, part)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "severity", "says"),
+    [
+        (drop(f"{Q}.lora_B"), {}, "error", "1 layer has only one LoRA factor"),
+        (dict, {"r": 8}, "unknown", "the rank is 4, but adapter_config.json states 8"),
+        (dict, {"rank_pattern": {"k_proj": 2}}, "unknown", "the rank is 4, but .* states 2"),
+        (dict, {"use_dora": True}, "unknown", "`use_dora: true`, but the adapter has no magnitude"),
+        (lambda a: a | {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(64)},
+         {"use_dora": False}, "unknown", "`use_dora: false`, but the adapter has magnitudes"),
+        (dict, {"modules_to_save": ["lm_head"]}, "unknown", "missing its fully trained modules"),
+        (dict, {"bias": "boft_only"}, "unknown", "invalid `bias`: 'boft_only'"),
+        (dict, {"target_modules": ["q_proj"]}, "unknown", "does not select 2 layers with factors"),
+        (dict, {"target_modules": r".*\.0\..*_proj"}, "unknown", "does not select 2 layers"),
+        (dict, {"layers_to_transform": [1]}, "unknown", "does not select 2 layers with factors"),
+        (dict, {"exclude_modules": ["k_proj"]}, "unknown", "does not select 2 layers"),
+    ],
+)  # fmt: skip
+def test_verify_reports_the_contradictions_that_merge_refuses(
+    base, tmp_path, change, config, severity, says
+):
+    folder = change_adapter(tmp_path / "adapter", change, **config)
+    with pytest.raises(CkptError, match=says) as caught:
+        ckptctl.merge(base, folder, tmp_path / "out")
+    (finding,) = ckptctl.verify(folder).findings
+    assert (finding.what, finding.severity) == (caught.value.what, severity)
+    inspected = ckptctl.inspect(folder)
+    assert inspected.findings == (finding,)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": None},
+        {"target_modules": "all-linear"},
+        {"target_modules": r"model\.layers\.\d+\.self_attn\.(q|k)_proj"},
+        {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        {"layers_to_transform": 5, "target_modules": [Q, K, Q2, K2]},
+        {"target_modules": ["lm_head"]},
+    ],
+)  # fmt: skip
+def test_adapter_with_selected_factors_is_complete(base, tmp_path, config):
+    folder = change_adapter(tmp_path / "adapter", dict, **config)
+    found = ckptctl.verify(folder)
+    assert not found.findings and found.verdict == "complete"
+    ckptctl.merge(base, folder, tmp_path / "out")
+
+
+def test_selected_layers_without_factors_are_noted(base, tmp_path):
+    folder = change_adapter(tmp_path / "adapter", drop(K))
+    text = f"adapter: adapter_config.json selects 1 layer without factors, .*: `{K}`"
+    notes = ckptctl.plan_merge(base, folder, tmp_path / "out").conversion.notes
+    assert [note for note in notes if re.fullmatch(text, note)]
+    assert [note for note in ckptctl.verify(folder).notes if f"selects `{K}`, but" in note]
+    whole = change_adapter(tmp_path / "whole", dict)
+    assert not ckptctl.plan_merge(base, whole, tmp_path / "out").conversion.notes
+    assert not [note for note in ckptctl.verify(whole).notes if "selects" in note]
+
+
+def test_regex_of_targets_that_is_too_complex_is_noted(base, tmp_path):
+    folder = change_adapter(tmp_path / "adapter", dict, target_modules="(?:.*?)+q_proj")
+    notes = ckptctl.plan_merge(base, folder, tmp_path / "out").conversion.notes
+    assert "not compared with `target_modules` in adapter_config.json" in notes[0]
+    assert "not compared with `target_modules`" in ckptctl.verify(folder).notes[0]

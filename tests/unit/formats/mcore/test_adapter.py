@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import CkptError, RefusedError, UnsupportedError
+from ckptctl.errors import CkptError, MissingTensorsError, RefusedError, UnsupportedError
 from ckptctl.formats.mcore.factors import restore_row_order
 from tests.checkpoints.adapters import save_peft
 from tests.checkpoints.dcp import save_dcp
@@ -102,11 +102,11 @@ def test_shared_lora_factor_is_written_for_each_layer(saved: Path, tmp_path: Pat
     assert len({factor.data_ptr() for factor in found.values()}) == len(found) == 2 * 3 * LAYERS
 
 
-def test_single_lora_factor_is_unsupported(saved: Path, tmp_path: Path) -> None:
+def test_single_lora_factor_is_an_error(saved: Path, tmp_path: Path) -> None:
     name = f"{QKV}.linear_in.weight"
     factors = torch.load(tmp_path / "factors.pt", weights_only=True)
     save_dcp(saved / "iter_0000100", {name: factors[name]})
-    with pytest.raises(UnsupportedError, match="only one LoRA factor"):
+    with pytest.raises(MissingTensorsError, match="only one LoRA factor"):
         ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
     assert not (tmp_path / "adapter").exists()
 
