@@ -252,6 +252,10 @@ def _check_health(path: TreePath, options: _HealthOptions) -> Health:
         return _combine_parts(path, sniffed, options)
     if _has_no_files(path):
         return Health(Verdict.DAMAGED, "it is empty", torn=True)
+    try:
+        formats.require_checkpoint(path)
+    except CkptError as error:
+        return Health(Verdict.UNKNOWN, error.what)
     return Health(Verdict.UNKNOWN, "not a recognized checkpoint", may_be_starting=True)
 
 

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.megatron.megatron_folder import POINTER_FILE as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
-from ckptctl.formats.sidecar_files import RUN_FILE
+from ckptctl.formats.sidecar_files import ADAPTER_CONFIG, RUN_FILE
 from ckptctl.planner.retention import BEING_WRITTEN, NOT_INTERRUPTED, find_abandoned_checkpoints
 from ckptctl.runs.entries import read_entry
 from ckptctl.runs.health import Checkpoint, check_health
@@ -38,6 +38,7 @@ from ckptctl.runs.notes import (
     read_lightning_notes,
     read_trainer_state,
 )
+from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import resolve_links
 from ckptctl.storage.trash import TRASH_FOLDER
 from ckptctl.storage.urls import is_url
@@ -72,6 +73,8 @@ _NUMBER = re.compile(
 )
 """Number that is on its own line, or that is a value in JSON."""
 _STEP_LIKE_NAME = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
+_DELTA_STEPS = re.compile(r"(?:\d{1,18}-)?(\d{1,18})\.delta", re.ASCII)
+"""Name of a delta, with the step of its result."""
 
 NameResolver = Callable[[str], str | None]
 
@@ -338,6 +341,95 @@ def _claim_best_of_lightning(view: RunView) -> Iterator[Claim]:
     for name in dict.fromkeys((LAST_CHECKPOINT, *last_names, *_select_newest(view.names, view))):
         for best in read_lightning_notes(view.root / name).best_checkpoints:
             yield Claim(f"`{name}` as the best", text=best)
+
+
+def _claim_adapter_bases(view: RunView) -> Iterator[Claim]:
+    """Claim the checkpoints that adapters of the run name as their base models.
+
+    If a configuration cannot be read, all other checkpoints are claimed.
+    """
+    for checkpoint in view.real_checkpoints:
+        if checkpoint.torn or checkpoint.entry.is_staging:
+            continue
+        reason = f"`{ADAPTER_CONFIG}` of `{checkpoint.name}` as its base"
+        others = [name for name in view.names if name != checkpoint.name]
+        for folder in dict.fromkeys((checkpoint.path, *checkpoint.parts)):
+            base = _read_adapter_base(folder)
+            if base is None:
+                reason = f"`{ADAPTER_CONFIG}` of `{checkpoint.name}`, which cannot be read"
+                yield from (Claim(reason, name) for name in others)
+            elif base and not _is_path_elsewhere(base, view.root):
+                resolve_name = build_name_resolver(view.root, others)
+                named = find_mentioned_checkpoints(base, others, resolve_name)
+                yield from (Claim(reason, name) for name in named)
+
+
+def _read_adapter_base(folder: TreePath) -> str | None:
+    """Read the base of the adapter in *folder*, or return None if its config cannot be read.
+
+    The base is empty if there is no adapter, or if it names none.
+    """
+    if not _is_file(folder / ADAPTER_CONFIG):
+        return ""
+    from ckptctl.formats.peft import read_adapter_config  # few runs have adapters
+
+    try:
+        config = read_adapter_config(folder).get(ADAPTER_CONFIG, {})
+    except (CkptError, OSError):
+        return None
+    base = config.get("base_model_name_or_path")
+    return base if isinstance(base, str) else ""
+
+
+def _is_file(path: TreePath) -> bool:
+    """Return whether *path* is a file, or false if its folder cannot be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _is_path_elsewhere(text: str, root: TreePath) -> bool:
+    """Return whether *text* is the absolute path of an existing file or folder outside *root*."""
+    path = Path(text)
+    if is_url(root) or not path.is_absolute():
+        return False
+    with suppress(OSError, ValueError, RuntimeError):
+        return path.exists() and not resolve_links(path).is_relative_to(resolve_links(Path(root)))
+    return False
+
+
+def _claim_delta_bases(view: RunView) -> Iterator[Claim]:
+    """Claim the checkpoints that may be the base of a delta in the folder of the run.
+
+    A delta states digests of its base, but not its path. Comparing digests would require reading
+    all data, so every checkpoint is claimed, except later steps than that of the delta. A delta
+    that applies to the result of another delta claims none.
+    """
+    from ckptctl.formats.delta import MANIFEST, read_manifest  # few runs have deltas
+
+    checkpoints = {checkpoint.name: checkpoint for checkpoint in view.real_checkpoints}
+    digests: dict[str, tuple[str, str]] = {}
+    for item in view.root.iterdir():
+        checkpoint = checkpoints.get(item.name)
+        if (checkpoint and checkpoint.complete) or not _is_file(item / MANIFEST):
+            continue
+        try:
+            with source_files(item) as files:
+                manifest = read_manifest(files)
+            digests[item.name] = manifest.base_sha256, manifest.result_sha256
+        except (CkptError, OSError):
+            digests[item.name] = "", ""
+    results = {result for _, result in digests.values() if result}
+    for delta_name, (base, _) in digests.items():
+        if base in results:
+            continue
+        parsed_name, steps = parse_name(delta_name), _DELTA_STEPS.fullmatch(delta_name)
+        step = int(steps[1]) if steps else parsed_name.step if parsed_name else None
+        for name in view.names:
+            is_later = step is not None and checkpoints[name].entry.parsed_name.step > step
+            if name not in digests and not is_later:
+                yield Claim(f"the delta `{delta_name}`, whose base it may be", name)
 
 
 def _claim_link_targets(view: RunView) -> Iterator[Claim]:
@@ -636,6 +728,8 @@ NAMING_PROTECTIONS: tuple[Protection, ...] = (
 
 PROTECTIONS: tuple[Protection, ...] = (
     *NAMING_PROTECTIONS,
+    Protection("base of an adapter", "PEFT", ADAPTER_CONFIG, _claim_adapter_bases),
+    Protection("base of a delta", "ckptctl", "ckptctl.delta.json", _claim_delta_bases),
     Protection("link to it", "any", "any symbolic link", _claim_link_targets),
     Protection("in use", "CheckpointManager", "none: the running process", _claim_in_use),
     Protection("abandoned branch", "CheckpointManager", RUN_FILE, _claim_abandoned, "left alone"),

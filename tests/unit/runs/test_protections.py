@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptctl
 from ckptctl.errors import RefusedError, StorageError
+from ckptctl.formats.delta import (
+    MANIFEST,
+    SCHEMA,
+    DeltaManifest,
+    TensorChange,
+    TensorRecord,
+    compute_digest,
+)
 from ckptctl.planner.retention import Policy
 from ckptctl.runs import protections
 from ckptctl.runs.health import read_metrics
@@ -620,6 +629,22 @@ def _pointer(file: str, run: Path) -> None:
     (run / file).write_text("step-2")
 
 
+def write_delta(folder: Path, base: int, result: int) -> None:
+    """Write a delta that removes tensors; a checkpoint of step N has 9 - N of them."""
+    folder.mkdir()
+    record = TensorRecord("uint8", (1,), hashlib.sha256(b"1").hexdigest())
+    digests = [
+        compute_digest((f"w{number}", record) for number in range(9 - step))
+        for step in (base, result)
+    ]
+    tensors = {
+        f"w{number}": TensorChange(record, record if number < 9 - result else None)
+        for number in range(9 - base)
+    }
+    manifest = DeltaManifest(SCHEMA, "zstd", 1 << 20, *digests, tensors=tensors, files={})
+    (folder / MANIFEST).write_bytes(manifest.encode())
+
+
 def _of_lightning(run: Path) -> None:
     state = {"monitor": "loss", "best_model_path": "x/step-2", "current_score": torch.ones(())}
     torch.save({"global_step": 4, "callbacks": {"ModelCheckpoint": state}}, run / "last.ckpt")
@@ -627,6 +652,11 @@ def _of_lightning(run: Path) -> None:
 
 def _last(run: Path) -> None:
     torch.save({"global_step": 2, "state_dict": {"w": torch.ones(2)}}, run / "last.ckpt")
+
+
+def _adapter(run: Path, base: str = "out/step-2") -> None:
+    text = json.dumps({"base_model_name_or_path": base})
+    (run / "step-4" / "adapter_config.json").write_text(text)
 
 
 def _foreign(run: Path) -> None:
@@ -641,6 +671,8 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
         run / "step-4" / "trainer_state.json"
     ).write_text(stated(4, "out/step-2")),
     ("best checkpoint", "last.ckpt"): _of_lightning,
+    ("base of an adapter", "adapter_config.json"): _adapter,
+    ("base of a delta", "ckptctl.delta.json"): lambda run: write_delta(run / "2.delta", 1, 2),
     ("link to it", "any symbolic link"): lambda run: (run / "best").symlink_to("step-2"),
     ("in use", "none: the running process"): lambda run: None,
     ("abandoned branch", "ckptctl.run.json"): _went_back,
@@ -653,6 +685,56 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
     ("no incomplete write", "any of its files"): _foreign,
 }
 """Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
+
+
+@pytest.mark.parametrize(
+    ("base", "kept"),
+    [
+        ("../out/step-2", ["step-2"]),
+        (r"C:\out\step-1", ["step-1"]),
+        ("org/llama-3-8b", []),
+        ("step-20", []),
+        ("", []),
+    ],
+)
+def test_base_of_an_adapter_is_kept(run: Path, base: str, kept: list[str]) -> None:
+    _adapter(run, base)
+    assert removed(run) == [name for name in ("step-1", "step-2", "step-3") if name not in kept]
+    decisions = {one.name: one.reasons for one in plan_prune(run, LAST).decisions}
+    reason = "named by `adapter_config.json` of `step-4` as its base"
+    assert all(decisions[name] == (reason,) for name in kept)
+
+
+def test_path_of_a_base_elsewhere_protects_nothing(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "step-2").mkdir(parents=True)
+    _adapter(run, str(tmp_path / "other" / "step-2"))
+    assert removed(run) == ["step-1", "step-2", "step-3"]
+    _adapter(run, str(run / "step-2"))
+    assert removed(run) == ["step-1", "step-3"]
+
+
+def test_unreadable_adapter_config_protects_all_checkpoints(run: Path) -> None:
+    (run / "step-4" / "adapter_config.json").write_text("{")
+    assert removed(run) == []
+
+
+def test_delta_keeps_checkpoints_that_may_be_its_base(run: Path) -> None:
+    write_delta(run / "1-2.delta", 1, 2)
+    write_delta(run / "3.delta", 2, 3)  # applies to the result of the first delta
+    assert [one.name for one in plan_prune(run, LAST).list_decisions("remove")] == ["step-3"]
+    (run / "1-2.delta").rename(run / "changes")  # of unknown steps
+    (decision, *_) = plan_prune(run, LAST).decisions
+    assert decision.reasons == ("named by the delta `changes`, whose base it may be",)
+    assert not plan_prune(run, LAST).list_decisions("remove")
+
+
+def test_delta_with_the_name_of_a_checkpoint_is_called_a_delta(run: Path) -> None:
+    shutil.rmtree(run / "step-3")
+    write_delta(run / "step-3", 2, 3)
+    decisions = {one.name: one for one in plan_prune(run, LAST).decisions}
+    assert decisions["step-3"].action == "skip"
+    assert "this is a delta, not a checkpoint" in decisions["step-3"].checkpoint.problem
+    assert [one.action for one in decisions.values()] == ["keep", "keep", "skip", "keep"]
 
 
 @pytest.mark.parametrize("one", one_in(4, PROTECTIONS), ids=lambda one: f"{one.name}, {one.file}")
