@@ -52,6 +52,10 @@ def open_adapter(draft: Draft) -> Draft:
     if target.adapters:
         catalog = select_factors(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
+    if draft.options.lora_alpha is not None:
+        require_adapter(
+            catalog, UsageError, f"{format_option('--lora-alpha')} only applies to adapters"
+        )
     if not assets.documents and has_adapter_factors(catalog.tensors):
         assets = replace(assets, documents=read_config_files(catalog.root))
     return replace(draft, assets=assets).with_catalog(catalog)

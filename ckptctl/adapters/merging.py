@@ -123,8 +123,10 @@ def plan_merge(
         adapter_path = formats.to_existing_path(adapter)
         require_destination(adapter_path, parse_path(dst), options.overwrite, is_replaceable)
         adapter_merge = AdapterMerge(adapter_path, conversion_options, options.scaling)
+        # The base model has no alpha.
+        model_options = replace(conversion_options, lora_alpha=None)
         plan = plan_with_steps(
-            base, dst, conversion_options, Step("merge", "model", 30, adapter_merge.merge_into)
+            base, dst, model_options, Step("merge", "model", 30, adapter_merge.merge_into)
         )
     return MergePlan(
         plan,

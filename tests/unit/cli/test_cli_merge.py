@@ -93,3 +93,16 @@ def test_convert_roundtrips_adapter_through_torchtune(run, base, adapter, tmp_pa
 def test_converting_model_to_peft_is_a_usage_error(run, base, tmp_path):
     result = run("convert", base, tmp_path / "out", "--to", "peft")
     assert result.exit_code == 2 and "the `peft` format only stores adapters" in result.stderr
+
+
+@pytest.mark.parametrize("target", ["hf", "dcp"])
+def test_lora_alpha_for_a_model_is_a_usage_error(run, base, tmp_path, target):
+    result = run("convert", base, tmp_path / "out", "--to", target, "--lora-alpha", "3")
+    assert result.exit_code == 2 and "`--lora-alpha` only applies to adapters" in result.stderr
+    assert "no lora_A/lora_B tensors found" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_lora_alpha_that_equals_the_configured_one_is_accepted(run, base, adapter, tmp_path):
+    result = run("merge", base, adapter, tmp_path / "out", "--lora-alpha", "8")
+    assert result.exit_code == 0 and "(scale 2)" in result.stderr
