@@ -429,7 +429,7 @@ def _claim_delta_bases(view: RunView) -> Iterator[Claim]:
         for name in view.names:
             is_later = step is not None and checkpoints[name].entry.parsed_name.step > step
             if name not in digests and not is_later:
-                yield Claim(f"the delta `{delta_name}`, whose base it may be", name)
+                yield Claim(f"the delta `{delta_name}` as its possible base", name)
 
 
 def _claim_link_targets(view: RunView) -> Iterator[Claim]:

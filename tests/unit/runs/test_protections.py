@@ -724,7 +724,7 @@ def test_delta_keeps_checkpoints_that_may_be_its_base(run: Path) -> None:
     assert [one.name for one in plan_prune(run, LAST).list_decisions("remove")] == ["step-3"]
     (run / "1-2.delta").rename(run / "changes")  # of unknown steps
     (decision, *_) = plan_prune(run, LAST).decisions
-    assert decision.reasons == ("named by the delta `changes`, whose base it may be",)
+    assert decision.reasons == ("named by the delta `changes` as its possible base",)
     assert not plan_prune(run, LAST).list_decisions("remove")
 
 
