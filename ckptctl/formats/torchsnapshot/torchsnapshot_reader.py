@@ -1,7 +1,8 @@
 """Read the manifest of a snapshot, and the tensors and objects of all ranks.
 
 The manifest maps ``rank/path/of/the/leaf`` to the location of each leaf. Source: torchsnapshot
-0.1.0, ``manifest.py``, ``flatten.py``. The YAML manifests of older versions are not supported.
+0.1.0, ``manifest.py``, ``flatten.py``, ``partitioner.py``, and the main branch (df45917) for
+DTensors. The YAML manifests of older versions are not supported.
 """
 
 from __future__ import annotations
@@ -239,9 +240,15 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             hint="take the snapshot again with torchsnapshot 0.1.0 or later",
         )
     content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA_BYTES))
-    entries = content.manifest
+    entries = _return_moved_entries(content.manifest, content.world_size)
     ranks = {path: _parse_rank(path, content.world_size) for path in entries}
     children = _map_children(entries)
+    # Only rank 0 has the items of a list if they are equal on all ranks.
+    replicated_parents = {
+        _remove_rank(path.rpartition("/")[0])
+        for path, fields in entries.items()
+        if _is_replicated(fields)
+    }
     sharded: dict[KeyPath, ManifestEntry] = {}
     regular: list[ManifestEntry] = []
     for path in sorted(entries, key=lambda entry_path: ranks[entry_path]):
@@ -249,7 +256,8 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
         kind = str(fields["type"])
         if kind in (*_DICT_TYPES, "list"):
             _check_manifest_keys(path, fields, children, where)
-            if path in children or fields.get("keys"):
+            is_filled = path in children or _remove_rank(path) in replicated_parents
+            if is_filled or fields.get("keys"):
                 continue
             kind, fields = "empty", {"value": {} if kind in _DICT_TYPES else []}
         else:
@@ -293,6 +301,49 @@ def _parse_rank(path: str, world: int) -> int:
     return int(head)
 
 
+def _is_replicated(fields: Fields) -> bool:
+    """Return whether torchsnapshot moves an entry to rank 0, because all ranks have its value."""
+    if fields["type"] == "DTensor":
+        dim_map = read_as(list[list[int]], fields.get("dim_map", [[]]), "dim_map")
+        return all(mesh_dims[:1] == [-1] for mesh_dims in dim_map)
+    return fields.get("replicated") is True
+
+
+def _return_moved_entries(entries: Mapping[str, Fields], world: int) -> Mapping[str, Fields]:
+    """Return *entries* with each DTensor of rank 0 below a dictionary that lists it.
+
+    torchsnapshot moves fully replicated DTensors to rank 0, even if their device mesh does not
+    contain rank 0. The dictionary that lists such a DTensor is another rank's.
+    """
+    moved_paths = [
+        path
+        for path, fields in entries.items()
+        if path.startswith("0/") and fields["type"] == "DTensor" and _is_replicated(fields)
+    ]
+    if not moved_paths:
+        return entries
+    lists: dict[str, str] = {}
+    dictionaries: dict[str, str] = {}
+    for container, fields in sorted(entries.items(), key=lambda item: _parse_rank(item[0], world)):
+        if fields["type"] == "list":
+            lists.setdefault(_remove_rank(container), container)
+        for name in _encode_keys(fields) if fields["type"] in _DICT_TYPES else ():
+            dictionaries.setdefault(f"{_remove_rank(container)}/{name}", container)
+    returned_paths: dict[str, str] = {}
+    for path in moved_paths:
+        parent, _, name = path.rpartition("/")
+        container = dictionaries.get(_remove_rank(path)) or lists.get(_remove_rank(parent), parent)
+        if (returned_path := f"{container}/{name}") not in entries:
+            returned_paths[path] = returned_path
+    return {returned_paths.get(path, path): fields for path, fields in entries.items()}
+
+
+def _encode_keys(fields: Fields) -> dict[str, None]:
+    """Return the keys that the entry of a dictionary lists, as they are in paths."""
+    keys = read_as(list[object], fields.get("keys", []), "keys")
+    return {str(key).replace("%", "%25").replace("/", "%2F"): None for key in keys}
+
+
 def _map_children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
     """Map each path in the manifest to the names directly below it.
 
@@ -317,8 +368,7 @@ def _check_manifest_keys(
 
     A value that all ranks have may be stored below the path of another rank.
     """
-    keys = read_as(list[object], fields.get("keys", []), "keys")
-    names = {str(key).replace("%", "%25").replace("/", "%2F"): None for key in keys}
+    names = _encode_keys(fields)
     shared_names = children.get(_remove_rank(path), set())
     missing = next((name for name in names if name not in shared_names), None)
     if missing is not None:

@@ -212,6 +212,52 @@ def test_value_outside_of_its_dictionary_is_damage(
     assert ckptctl.verify(copy, level="fast").verdict == "damaged"
 
 
+def _stage_manifest() -> dict[str, Any]:
+    """Build the manifest of DTensors that are replicated within each of two pipeline stages."""
+    manifest: dict[str, Any] = {}
+    for rank in range(4):
+        name = f"stage{rank // 2}"
+        manifest[f"{rank}/m"] = {"type": "dict", "keys": ["state"]}
+        manifest[f"{rank}/m/state"] = {"type": "dict", "keys": [name]}
+        manifest[f"{rank}/m/state/{name}"] = {"type": "dict", "keys": ["w"]}
+    for name in ("stage0", "stage1"):
+        shards = [shard(f"replicated/{name}", [0], [1])]
+        fields = {"type": "DTensor", "shards": shards, "mesh": [2, 3], "dim_map": [[-1]]}
+        manifest[f"0/m/state/{name}/w"] = fields
+    return manifest
+
+
+def test_replicated_dtensor_of_other_ranks_is_read(tmp_path: Path) -> None:
+    files = {"replicated/stage0": b"\0\0\x80?", "replicated/stage1": b"\0\0\0@"}
+    source = snapshot(tmp_path / "x", _stage_manifest(), files, world=4)
+    assert ckptctl.verify(source, level="fast").verdict == "complete"
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)["m"]["state"]
+    assert state == {
+        "stage0": {"w": torch.tensor([1.0])},
+        "stage1": {"w": torch.tensor([2.0])},
+    }
+
+
+def test_dtensor_that_no_rank_lists_is_damage(tmp_path: Path) -> None:
+    manifest = _stage_manifest()
+    manifest["0/m/state/stage1/v"] = manifest.pop("0/m/state/stage1/w")
+    manifest |= {f"{rank}/m/state/stage1": {"type": "dict", "keys": []} for rank in (2, 3)}
+    files = {f"replicated/stage{n}": b"\0" * 4 for n in (0, 1)}
+    source = snapshot(tmp_path / "x", manifest, files, world=4)
+    assert ckptctl.verify(source, level="fast").verdict == "damaged"
+
+
+def test_list_of_replicated_values_is_read(tmp_path: Path) -> None:
+    number = {"type": "int", "serialized_value": "3", "replicated": True}
+    manifest: dict[str, Any] = {f"{rank}/m/lr": {"type": "list"} for rank in (0, 1)}
+    manifest |= {f"{rank}/m": {"type": "dict", "keys": ["lr", "w"]} for rank in (0, 1)}
+    manifest |= {"0/m/lr/0": number, "0/m/w": tensor("w", [1])}
+    source = snapshot(tmp_path / "x", manifest, {"w": b"\0" * 4})
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["m"]["lr"] == [3]
+
+
 def test_yaml_manifest_of_old_snapshot_is_refused(tmp_path: Path) -> None:
     source = snapshot(tmp_path / "x", {}, {})
     (source / ".snapshot_metadata").write_text("version: 0.0.1\nmanifest: {}\n")
