@@ -256,6 +256,8 @@ class Format(ABC):
             tried for a path that this format recognizes.
         yields_to: Names of formats that take precedence if a folder contains files of both formats.
         part_names: Pattern for names of files that are not a checkpoint on their own, or None.
+        data_folders: Pattern for names of folders that only contain data files of the checkpoint,
+            or None if there are no such folders.
         wholeness: Human-readable criteria for a complete checkpoint. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that the format was tested against, in one line.
@@ -278,6 +280,7 @@ class Format(ABC):
     specializes: ClassVar[frozenset[str]] = frozenset()
     yields_to: ClassVar[frozenset[str]] = frozenset()
     part_names: ClassVar[re.Pattern[str] | None] = None
+    data_folders: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""

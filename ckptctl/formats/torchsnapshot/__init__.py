@@ -23,6 +23,7 @@ class TorchSnapshotFormat(Format):
     title = "torchsnapshot directory"
     recognized = "`.snapshot_metadata`"
     marks = re.compile(re.escape(MANIFEST))
+    data_folders = re.compile(r"\d+|batched|(replicated_)?sharded|replicated", re.ASCII)
     wholeness = (
         "every file listed in `.snapshot_metadata` exists; the entries fill each file from the "
         "first to the last byte without gaps; shards tile their tensors (changed bytes are not "

@@ -74,7 +74,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     with source_files(path) as files:
         merger = RankMerger(files, faults := FaultCollector(path, options.partial))
         with wrap_malformed_errors("this is not the metadata of torchsnapshot", where):
-            entries = read_manifest(files)
+            entries, rank_notes = read_manifest(files)
             sizes = read_file_sizes(files, entries, where, faults)
             for entry in entries:
                 _add_entry(files, sizes, merger, entry)
@@ -85,7 +85,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         files={file: size for file, size in sizes.items() if file not in faults.unusable_files},
         tensors=leaves.tensors,
         blobs=leaves.blobs,
-        notes=(NO_CHECKSUMS, *leaves.notes),
+        notes=(NO_CHECKSUMS, *rank_notes, *leaves.notes),
         findings=tuple(faults.findings),
         lost=faults.lost,
     )
@@ -226,8 +226,8 @@ class StoredRange(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
-    """Read the entries of all ranks from the manifest, sorted by rank.
+def read_manifest(files: SourceFiles) -> tuple[list[ManifestEntry], list[str]]:
+    """Read the entries of all ranks from the manifest, sorted by rank, and notes about ranks.
 
     The shards of a tensor on all ranks are combined into one entry.
     """
@@ -276,9 +276,11 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             if kind in ("Tensor", "object"):
                 stored = _parse_range(kind, fields)
                 entry.parts.append((Box.whole(stored.shape), stored))
-    return sorted(
-        map(_add_global_shape, (*regular, *sharded.values())), key=lambda entry: entry.rank
-    )
+    world, idle = content.world_size, content.world_size - len(set(ranks.values()))
+    note = f"the manifest has no entries of {idle:,} of {pluralize(world, 'rank')}"
+    notes = [note] if idle else []
+    all_entries = map(_add_global_shape, (*regular, *sharded.values()))
+    return sorted(all_entries, key=lambda entry: entry.rank), notes
 
 
 def _add_global_shape(entry: ManifestEntry) -> ManifestEntry:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePath
 
 from ckptctl import formats
@@ -27,6 +28,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import find_hub_cache_repository, resolve_links
 from ckptctl.storage.stand_ins import explain_incomplete
 from ckptctl.tree import TreePath
+from ckptctl.units import pluralize
 from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
 
@@ -34,6 +36,9 @@ HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """Formats and shard folder of checkpoints that ``HuggingFaceStorageWriter`` consolidates."""
 SHARDS_DIFFER = f"the shards in `{SHARDED}` do not match this checkpoint"
 SHARD_FINDING: tuple[Severity, str] = ("warning", SHARDED)
+MIN_FOLDER_ITEMS = 10_000
+FOLDER_ITEMS_PER_FILE = 8
+"""Items of a data folder that are listed at most: a minimum, and more per data file."""
 DATA_SUFFIXES = (".distcp", ".safetensors")
 TRAINER_FILES = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
@@ -68,8 +73,18 @@ def check_surroundings(
         name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
         yield Finding("a download is unfinished", None, "warning", name)
     data_files = catalog.files if catalog else {}
-    for folder in sorted({root, *((root / name).parent for name in data_files)}):
-        yield from _check_stray_files(root, folder, catalog)
+    data_folders = formats.get_format(catalog.format).data_folders if catalog else None
+    folders = {root, *((root / name).parent for name in data_files)}
+    for top in sorted(root.iterdir()) if data_folders else ():
+        if data_folders and data_folders.fullmatch(top.name) and top.is_dir():
+            limit = FOLDER_ITEMS_PER_FILE * len(data_files) + MIN_FOLDER_ITEMS
+            items = list(islice(top.rglob("*"), limit))
+            folders |= {top, *(item for item in items if item.is_dir())}
+            if len(items) == limit:
+                why = f"only the first {pluralize(limit, 'item')} were listed"
+                yield Finding("the folder contains too many items", why, "warning", top.name)
+    for folder in sorted(folders):
+        yield from _check_stray_files(root, folder, catalog, data_folders)
     yield from _iterate_empty_folders(root, data_files)
     if catalog and catalog.format == HF:
         yield from _check_trainer_state(root)
@@ -151,8 +166,12 @@ def _iterate_empty_folders(root: TreePath, data_files: Collection[str]) -> Itera
 
 
 def _check_stray_files(
-    root: TreePath, folder: TreePath, catalog: Catalog | None
+    root: TreePath,
+    folder: TreePath,
+    catalog: Catalog | None,
+    data_folders: re.Pattern[str] | None,
 ) -> Iterator[Finding]:
+    is_data_folder = data_folders and folder != root
     files = catalog.files if catalog else {}
     known_forms = {_normalize_numbers(Path(name).name) for name in files}
     known_files = {*files, *(finding.file for finding in catalog.findings)} if catalog else set()
@@ -163,7 +182,11 @@ def _check_stray_files(
         if LEFTOVER_NAME.fullmatch(item.name):
             yield Finding("a leftover of an unfinished save", None, "warning", name)
         elif catalog and name not in catalog.assets:
-            is_data = item.suffix in DATA_SUFFIXES or _normalize_numbers(item.name) in known_forms
+            is_data = (
+                is_data_folder
+                or item.suffix in DATA_SUFFIXES
+                or _normalize_numbers(item.name) in known_forms
+            )
             if is_data and item.is_file() and item.stat().st_size > 0:
                 yield Finding("the index does not refer to this file", None, "warning", name)
 

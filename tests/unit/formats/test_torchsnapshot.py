@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, CoverageError, DamagedError, FormatError, UnsupportedError
+from ckptctl.verbs.verification import surroundings
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
@@ -256,6 +257,36 @@ def test_list_of_replicated_values_is_read(tmp_path: Path) -> None:
     source = snapshot(tmp_path / "x", manifest, {"w": b"\0" * 4})
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     assert torch.load(tmp_path / "out.pt", weights_only=True)["m"]["lr"] == [3]
+
+
+def test_unreferenced_data_files_are_reported(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "snap"
+    shutil.copytree(source, copy)
+    strays = ["0/other/w", "batched/5d0a86c4-3ba0-4f8c-9c4f-0a3c6b4bd0a1", "sharded/w.0"]
+    for name in strays:
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_bytes(b"\0" * 4)
+    result = ckptctl.verify(copy, level="fast")
+    assert result.verdict == "complete"
+    assert [finding.file for finding in result.findings] == strays
+
+
+def test_list_of_data_folder_is_bounded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "MIN_FOLDER_ITEMS", 2)
+    monkeypatch.setattr(surroundings, "FOLDER_ITEMS_PER_FILE", 0)
+    findings = ckptctl.verify(source, level="fast").findings
+    assert {(f.what, f.why) for f in findings} == {
+        ("the folder contains too many items", "only the first 2 items were listed")
+    }
+
+
+def test_ranks_without_entries_are_noted(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "snap"
+    shutil.copytree(source, copy)
+    manifest = json.loads((copy / ".snapshot_metadata").read_text())
+    (copy / ".snapshot_metadata").write_text(json.dumps({**manifest, "world_size": 10**12}))
+    note = "the manifest has no entries of 999,999,999,998 of 1,000,000,000,000 ranks"
+    assert note in ckptctl.verify(copy, level="fast").notes
 
 
 def test_yaml_manifest_of_old_snapshot_is_refused(tmp_path: Path) -> None:
