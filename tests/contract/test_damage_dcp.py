@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import ckptctl
+from ckptctl.errors import CoverageError
 from tests.checkpoints import (
     differences,
     load_any_reference,
@@ -162,6 +164,24 @@ def test_contradicting_dcp_chunks_are_refused(tmp_path: Path, chunked: Path, cas
     with refused(chunked, tmp_path / "outputs" / "out", 4, 9) as caught:
         convert(chunked, tmp_path)
     assert word in message(caught.value), message(caught.value)
+
+
+def test_two_chunks_at_one_position_are_damage(tmp_path: Path, chunked: Path) -> None:
+    metadata = _metadata(chunked)
+    first, second = (i for key, i in metadata.storage_data.items() if key.fqn == "weight")
+    for name in ("relative_path", "offset", "length"):
+        setattr(second, name, getattr(first, name))
+    _save_metadata(chunked, metadata)
+    result = ckptctl.verify(chunked, level="fast")
+    (finding,) = result.errors
+    assert result.verdict == "damaged"
+    assert (finding.what, finding.tensor, finding.basis) == (
+        "two chunks of `weight` have the same position",
+        "weight",
+        "index",
+    )
+    with pytest.raises(CoverageError):
+        convert(chunked, tmp_path)
 
 
 def test_dcp_symlink_outside_checkpoint_is_refused(tmp_path: Path, chunked: Path) -> None:

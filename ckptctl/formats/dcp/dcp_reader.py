@@ -34,6 +34,7 @@ from ckptctl.catalog import (
 from ckptctl.columns import ExtentColumns
 from ckptctl.errors import (
     CkptError,
+    CoverageError,
     DamagedError,
     SourceNotFoundError,
     UnsupportedError,
@@ -162,6 +163,10 @@ def build_catalog(
         zips: Whether items are ``torch.save`` zips. Otherwise, they are raw elements.
     """
     path = files.root
+    for leaf in leaves.values():
+        # All tensors of a safetensors blob start at its first byte.
+        if not zips or not _has_raw_item_length(leaf):
+            _check_item_places(leaf, path, faults)
     if faults.partial:
         leaves = _drop_unusable_leaves(files, leaves, faults)
     unusable_files = {finding.file for finding in faults.findings}
@@ -223,6 +228,25 @@ def _locate_special_items(
         *([COMPRESSED_NOTE] if computed else ()),
         *([SAFETENSORS_NOTE] if located_tensors else ()),
     )
+
+
+def _check_item_places(leaf: MetadataLeaf, root: TreePath, faults: FaultCollector) -> None:
+    """Add or raise an error if two chunks of a tensor have the same bytes."""
+    extents = leaf.extents
+    if len({*zip(extents.files, extents.starts, strict=True)}) == len(extents):
+        return
+    first: dict[tuple[str, int, int], Box] = {}
+    for offsets, sizes, file, start, length in extents.iterate_rows():
+        box = Box(offsets, sizes)
+        if length and box.numel and first.setdefault((file, start, length), box) != box:
+            error = CoverageError(
+                f"two chunks of `{leaf.name}` have the same position",
+                where=f"{root / file}, at byte {start:,}",
+                why=f"the metadata lists {first[file, start, length]} and {box} there",
+                hint="restore the metadata of this save",
+            )
+            faults.add_or_raise(error, tensor=leaf.name)
+            return
 
 
 def _has_raw_item_length(leaf: MetadataLeaf) -> bool:
