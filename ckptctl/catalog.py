@@ -22,6 +22,8 @@ from ckptctl.verdict import Basis, Severity
 Codec = Literal["raw", "torch"]
 MANIFEST = "ckptctl.manifest.json"
 """Name of the file that stores checksums next to a checkpoint whose format stores none."""
+INCONSISTENT_INDEX = "the index is inconsistent"
+"""Start of notes on an inconsistent index, which verification reports as warnings."""
 VIRTUAL_PREFIX = "//"
 MEMORY_PREFIX = "/memory/"
 

@@ -153,9 +153,9 @@ def read_rank_catalog(path: TreePath, rank: int) -> Catalog | None:
 
     with source_files(path) as files, pause_gc():
         note = f"only the files of rank {rank} are read"
-        leaves, origin = read_metadata(files, format_metadata_name(rank))
+        leaves, origin, notes = read_metadata(files, format_metadata_name(rank))
         catalog = build_catalog(
-            files, leaves, DcpRankLocalFormat.name, FaultCollector(path), (note,)
+            files, leaves, DcpRankLocalFormat.name, FaultCollector(path), (note, *notes)
         )
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import CoverageError
+from ckptctl.errors import CoverageError, UnsupportedError
 from tests.checkpoints import (
     differences,
     load_any_reference,
@@ -182,6 +182,54 @@ def test_two_chunks_at_one_position_are_damage(tmp_path: Path, chunked: Path) ->
     )
     with pytest.raises(CoverageError):
         convert(chunked, tmp_path)
+
+
+def test_item_without_tensor_in_metadata_is_unknown(tmp_path: Path, chunked: Path) -> None:
+    metadata = _metadata(chunked)
+    del metadata.state_dict_metadata["other"]
+    _save_metadata(chunked, metadata)
+    (finding,) = ckptctl.verify(chunked, level="fast").unknown
+    assert "`storage_data` lists `other`" in str(finding.why)
+    with pytest.raises(UnsupportedError):
+        convert(chunked, tmp_path)
+
+
+def _lose_path(metadata: Any) -> None:
+    del metadata.planner_data["other"]
+
+
+def _rename_path(metadata: Any) -> None:
+    metadata.planner_data["other"] = ("an", "other")
+
+
+def _lose_tensor(metadata: Any) -> None:
+    del metadata.state_dict_metadata["other"]
+    for index in [index for index in metadata.storage_data if index.fqn == "other"]:
+        del metadata.storage_data[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_lose_path, "`planner_data` contains no path of `other`"),
+        (_rename_path, "`planner_data` contains other paths of `other`"),
+        (_lose_tensor, "`planner_data` contains paths without values: `other`"),
+    ],
+)
+def test_contradicting_planner_data_is_a_warning(
+    tmp_path: Path, change: Callable[[Any], None], why: str
+) -> None:
+    source = save_dcp(tmp_path / "dcp", {"weight": torch.ones(2), "other": torch.ones(3), "n": 5})
+    assert ckptctl.verify(source, level="fast").findings == ()
+    metadata = _metadata(source)
+    change(metadata)
+    _save_metadata(source, metadata)
+    result = ckptctl.verify(source, level="fast")
+    assert result.verdict == "complete"
+    warnings = {finding.why for finding in result.findings}
+    item_bytes = {w for w in warnings if str(w).startswith("it does not list")}
+    assert warnings - item_bytes == {why}
+    assert bool(item_bytes) == (change is _lose_tensor)
 
 
 def test_dcp_symlink_outside_checkpoint_is_refused(tmp_path: Path, chunked: Path) -> None:

@@ -20,6 +20,7 @@ from functools import partial
 
 from ckptctl import dtypes
 from ckptctl.catalog import (
+    INCONSISTENT_INDEX,
     Blob,
     Box,
     Catalog,
@@ -61,7 +62,7 @@ from ckptctl.storage.zips.items import read_item_by_pattern, require_matching_ch
 from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, import_zstd, is_zstd
 from ckptctl.tree import TreePath
-from ckptctl.units import pluralize
+from ckptctl.units import pluralize, sort_naturally
 
 COMPANION_FILE = "meta.pt"
 COMPRESSED_NOTE = "the checkpoint is compressed; each item is decompressed into a temporary file"
@@ -76,9 +77,9 @@ _HEADER_PREFIX_BYTES = 9
 def read_catalog(path: TreePath, metadata: str, options: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the DCP directory *path*, whose metadata file is *metadata*."""
     with source_files(path) as files:
-        leaves, origin = read_metadata(files, metadata)
+        leaves, origin, notes = read_metadata(files, metadata)
         faults = FaultCollector(path, options.partial)
-        catalog = build_catalog(files, leaves, name, faults)
+        catalog = build_catalog(files, leaves, name, faults, notes)
         catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
         return add_companion_leaves(files, catalog, faults)
 
@@ -108,7 +109,7 @@ def resolve_dcp_items(catalog: Catalog) -> Catalog:
 
 
 def read_metadata(files: SourceFiles, name: str) -> DecodedMetadata:
-    """Read a metadata file, and return its leaves and the identity of the save that wrote it."""
+    """Read a metadata file, and return its leaves, the identity of its save, and notes."""
     return decode_metadata(read_metadata_file(files, name, MAX_METADATA), str(files.root / name))
 
 
@@ -182,6 +183,8 @@ def build_catalog(
     tensor_leaves = [leaf for leaf in leaves.values() if leaf.dtype]
     tensors = {leaf.name: _make_entry(leaf) for leaf in tensor_leaves}
     computed: dict[str, ComputedTensor] = {}
+    if copy_ends is None and zips and not faults.partial:
+        notes = (*notes, *_list_unlisted_byte_notes(leaves, sizes))
     if zips:
         notes = (*notes, *_locate_special_items(files, tensor_leaves, tensors, computed, faults))
     elif any(leaf.extension for leaf in leaves.values()):
@@ -278,6 +281,27 @@ def _check_data_files(
                 f"{sizes[name]:,}",
             )
     return sizes
+
+
+def _list_unlisted_byte_notes(
+    leaves: Mapping[str, MetadataLeaf], sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Return a note if files contain more bytes than their items, which torch writes without gaps.
+
+    Files with safetensors items are skipped, because they contain a header.
+    """
+    unlisted_bytes = dict(sizes)
+    for leaf in leaves.values():
+        has_header = _has_raw_item_length(leaf)
+        for file, start, end in leaf.ranges:
+            unlisted_bytes[file] -= sizes[file] if has_header else end - start
+    affected = sort_naturally(file for file, nbytes in unlisted_bytes.items() if nbytes > 0)
+    count = pluralize(sum(unlisted_bytes[file] for file in affected), "byte")
+    return (
+        (f"{INCONSISTENT_INDEX}: it does not list {count} of {quote_names(affected)}",)
+        if affected
+        else ()
+    )
 
 
 def _find_last_items(

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from operator import lt
 from typing import NamedTuple
 
-from ckptctl.catalog import Index, Path
+from ckptctl.catalog import INCONSISTENT_INDEX, Index, Path
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector, get_byte_ranges
 from ckptctl.errors import CkptError, UnsupportedError, quote_names
 from ckptctl.formats.dcp.metadata_scan import ChunkRun, PlaceRun, ScannedTensor, Scanner
@@ -135,10 +135,11 @@ UNKNOWN_ORIGIN = Origin()
 
 
 class DecodedMetadata(NamedTuple):
-    """Leaves of a parsed ``.metadata`` file, and the origin of its save."""
+    """Leaves of a parsed ``.metadata`` file, the origin of its save, and notes for the user."""
 
     leaves: dict[str, MetadataLeaf]
     origin: Origin
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,8 @@ def decode_metadata(raw: bytes, where: str) -> DecodedMetadata:
 def _decode_pickle(raw: bytes, where: str, scanner: Scanner | None = None) -> DecodedMetadata:
     root = load_pickle(raw, where=where, table=TABLE, hook=scanner)
     used_runs: list[ChunkRun | PlaceRun] = []
-    decoded = DecodedMetadata(extract_metadata_leaves(root, where, used_runs), extract_origin(root))
+    leaves = extract_metadata_leaves(root, where, used_runs)
+    decoded = DecodedMetadata(leaves, extract_origin(root), list_path_notes(root, leaves))
     if scanner is not None and not scanner.is_every_run_used_once(used_runs):
         raise UnsupportedError("malformed pickle", where=where)
     return decoded
@@ -227,6 +229,31 @@ def extract_origin(root: object) -> Origin:
     return Origin(
         save_id if type(save_id) is str else "",
         world if type(world) is int and world > 0 else 0,
+    )
+
+
+def list_path_notes(root: object, leaves: Mapping[str, MetadataLeaf]) -> tuple[str, ...]:
+    """Return notes on *leaves* that do not match the paths in an unpickled ``.metadata``.
+
+    torch joins the keys of a path by dots to the name of the leaf. Old torch versions only saved
+    the non-tensor values of rank 0, but recorded the paths of all ranks.
+    """
+    paths = _state_or_empty(root).get("planner_data")
+    if not isinstance(paths, dict) or not paths:
+        return ()
+    names_by_problem = {
+        "no path of": [name for name in leaves if name not in paths],
+        "other paths of": [
+            name
+            for name, path in paths.items()
+            if name in leaves and isinstance(path, tuple) and ".".join(map(str, path)) != name
+        ],
+        "paths without values:": [str(name) for name in paths if name not in leaves],
+    }
+    return tuple(
+        f"{INCONSISTENT_INDEX}: `planner_data` contains {problem} {quote_names(names)}"
+        for problem, names in names_by_problem.items()
+        if names
     )
 
 
@@ -260,6 +287,14 @@ def _build_leaves(
     }
     paths = metadata.planner_data or {}
     items_by_name = collect_items(metadata.storage_data, where, used_runs)
+    unlisted = items_by_name.keys() - entries.keys()
+    if unlisted:
+        raise UnsupportedError(
+            "the metadata contradicts itself",
+            where=where,
+            why=f"`storage_data` lists {quote_names(sorted(unlisted))}, but `state_dict_metadata` "
+            "does not",
+        )
     box_cache: BoxCache = {}
     leaves = {}
     for name, entry in entries.items():

@@ -83,8 +83,8 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     with source_files(folder) as files:
         require_finished_save(files)
         faults = FaultCollector(folder, options.partial)
-        leaves, origin = read_metadata(files, METADATA)
-        catalog = build_catalog(files, leaves, name, faults)
+        leaves, origin, notes = read_metadata(files, METADATA)
+        catalog = build_catalog(files, leaves, name, faults, notes)
         common_object = catalog.blobs.get(format_object_name(COMMON_STATE, (), ()))
         common = (
             _read_common(files, faults)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field, fields, replace
 
 from ckptctl import families, formats
-from ckptctl.catalog import MANIFEST, Catalog, Finding
+from ckptctl.catalog import INCONSISTENT_INDEX, MANIFEST, Catalog, Finding
 from ckptctl.conversion.items import add_replica_extents, read_item_headers
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import CkptError, format_option
@@ -249,12 +249,15 @@ def _verify_data(
     progress: StartProgress,
     ranks: RankCollectives,
 ) -> None:
-    state.findings += [
-        Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
-        for note in catalog.notes
-        if note.startswith(OTHER_MANIFEST)
-    ]
-    state.notes += [note for note in catalog.notes if not note.startswith(OTHER_MANIFEST)]
+    for note in catalog.notes:
+        if note.startswith(OTHER_MANIFEST):
+            message = "the manifest does not describe these tensors"
+            state.findings.append(Finding(message, note, "warning", MANIFEST))
+        elif note.startswith(INCONSISTENT_INDEX):
+            why = note.removeprefix(f"{INCONSISTENT_INDEX}: ")
+            state.findings.append(Finding(INCONSISTENT_INDEX, why, "warning", basis="index"))
+        else:
+            state.notes.append(note)
     full = options.level == "full"
     if options.level == "fast" and not options.nan:
         return

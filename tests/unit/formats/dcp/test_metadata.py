@@ -33,6 +33,7 @@ from ckptctl.formats.dcp.metadata import (
     decode_metadata,
     extract_metadata_leaves,
     extract_origin,
+    list_path_notes,
 )
 from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode_metadata, encode_tensor_metadata
@@ -102,7 +103,8 @@ def of_several() -> Metadata:
 
 def slowly(raw: bytes) -> DecodedMetadata:
     root = load_pickle(raw, where="here", table=TABLE)
-    return DecodedMetadata(extract_metadata_leaves(root, "here"), extract_origin(root))
+    leaves = extract_metadata_leaves(root, "here")
+    return DecodedMetadata(leaves, extract_origin(root), list_path_notes(root, leaves))
 
 
 def outcome(read: Any, *arguments: Any) -> object:
