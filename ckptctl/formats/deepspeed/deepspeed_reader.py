@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
-from ckptctl.errors import UnsupportedError, UsageError, format_option
+from ckptctl.errors import UnsupportedError, UsageError, format_option, quote_names
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.deepspeed_files import ROOT_FILES, find_evidence, find_rank_files
 from ckptctl.formats.deepspeed.deepspeed_model import (
@@ -125,6 +125,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         if save.optims and options.replicas:
             replicas.add_copies(save.optim.file, _iterate_counter_copies(save))
         notes = [] if save.model.has_checksums else [NO_CHECKSUMS]
+        notes += _check_buffers(save.model, faults)
         if save.model.groups is not None and not save.optims:
             notes.append("the optimizer states of all ranks are missing")
         return build_catalog(
@@ -137,6 +138,29 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
             replicas=replicas,
             notes=notes,
         )
+
+
+def _check_buffers(model: ModelState, faults: FaultCollector) -> list[str]:
+    """Add or raise an error if ``module`` lacks recorded buffers, or return a note.
+
+    DeepSpeed records the persistent buffers of the model. If no buffer is saved, or parameters have
+    other names, the training script replaced ``state_dict``, which may skip buffers.
+    """
+    absent = [name for name in model.buffer_names if name not in model.module]
+    if not absent:
+        return []
+    if len(absent) == len(model.buffer_names) or not model.shapes.keys() <= model.module.keys():
+        return [f"buffers that were not saved: {quote_names(absent)}"]
+    why = f"`buffer_names` in `{model.file}` lists it"
+    if not faults.partial:
+        raise UnsupportedError(
+            f"the buffer `{absent[0]}` is missing",
+            where=str(faults.root / model.file),
+            why=f"`buffer_names` lists {quote_names(absent)}, but `module` does not",
+        )
+    for name in absent:
+        faults.add_missing_tensor(f"{MODULE_KEY}.{name}", why)
+    return []
 
 
 def _extract_weights(save: ZeroSave, options: ReadOptions, faults: FaultCollector) -> Leaves:

@@ -56,6 +56,7 @@ class _ModelFile(Schema):
     frozen_param_shapes: Shapes | None = None
     frozen_param_fragments: Names | None = None
     shared_params: dict[str, str] | None = None
+    buffer_names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class ModelState:
         frozen_shapes: Shapes of parameters that are not optimized, by name.
         frozen_data: Data of the frozen parameters. For stage 3, this rank's shard of each.
         tied_names: For each tied parameter, the name of the parameter that stores its data.
+        buffer_names: Names of the persistent buffers, or empty if not recorded.
         has_checksums: Whether the file records checksums.
         is_placeholder: Whether this is a placeholder for a rank with an unusable file.
     """
@@ -168,6 +170,7 @@ class ModelState:
     frozen_shapes: Mapping[str, Shape]
     frozen_data: Mapping[str, object]
     tied_names: Mapping[str, str]
+    buffer_names: Sequence[str]
     has_checksums: bool
     is_placeholder: bool = False
 
@@ -236,6 +239,7 @@ def read_model_state(
             frozen_shapes=fields.frozen_param_shapes or {},
             frozen_data=fields.frozen_param_fragments or {},
             tied_names=fields.shared_params or {},
+            buffer_names=fields.buffer_names or (),
             has_checksums=archive.checksums,
         )
 

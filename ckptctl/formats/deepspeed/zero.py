@@ -7,6 +7,7 @@ rejects files that belong to another rank or another save.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError, format_option
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    UnsupportedError,
+    format_option,
+    quote_names,
+)
 from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_files_of_all_ranks
 from ckptctl.formats.deepspeed.partitions import (
     FlatLocation,
@@ -215,6 +222,7 @@ def _build_zero_save(
     _require_rank_order(vectors, where)
     locations = locate_in_groups(groups, optims[0].paddings, vectors, world, where)
     _require_own_partitions(optims, locations, where)
+    _require_recorded_parameters(optims, groups, where)
     return ZeroSave(models, optims, vectors, locations)
 
 
@@ -258,6 +266,39 @@ def _require_own_partitions(
             where=str(Path(where).parent),
             why=f"it contains the partition of rank {expected.index(recorded)}",
             hint="copy the files again, keeping their names",
+        )
+
+
+def _require_recorded_parameters(
+    optims: Sequence[OptimState], groups: Sequence[Mapping[str, Shape]], where: str
+) -> None:
+    """Raise if ``param_slice_mappings`` record other parameters than ``param_shapes``.
+
+    With ``round_robin_gradients``, only ``param_shapes`` has the order of the partitions. The
+    mappings have the order before ``_round_robin_reorder`` in ``zero/stage_1_and_2.py``.
+    """
+    mappings = [optim.mappings for optim in optims if not optim.is_placeholder]
+    world = len(optims)
+    for number, shapes in enumerate(groups):
+        recorded: dict[str, int] = {}
+        for mapping in mappings:
+            if mapping is None or number >= len(mapping) or len(mappings) < world:
+                return
+            for name, (_, numel) in mapping[number].items():
+                if isinstance(numel, int) and numel:
+                    recorded[name] = recorded.get(name, 0) + numel
+        expected = {name: numel for name, s in shapes.items() if (numel := math.prod(s))}
+        names = [*recorded]
+        reordered = [name for first in range(world) for name in names[first::world]]
+        if not names or (recorded == expected and [*expected] in (names, reordered)):
+            continue
+        differing = sorted(dict(recorded.items() ^ expected.items()))
+        why = f"the numbers of elements of {quote_names(differing)} differ"
+        raise UnsupportedError(
+            "`param_shapes` contradicts `param_slice_mappings` of the optimizer states",
+            where=where,
+            why=why if differing else f"the order of the parameters in group {number} differs",
+            hint="check for a file of an earlier save under the same tag",
         )
 
 

@@ -348,6 +348,52 @@ def test_rank_files_of_different_saves_are_refused(data: Path, tmp_path: Path) -
     assert "do not belong to one save" in error_of(copy).what
 
 
+@pytest.mark.parametrize("name", ["z1_bf16", "z2_rr"])
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("bn.weight", "bn.bias"), "the order of the parameters"),
+        (("bn.weight", "other"), "the numbers of elements of `bn.weight`, `other` differ"),
+    ],
+)
+def test_parameter_names_contradicting_the_optimizer_are_refused(
+    data: Path, tmp_path: Path, name: str, names: tuple[str, str], why: str
+) -> None:
+    def rename(content: dict[str, Any]) -> None:
+        old, new = names
+        swapped = {old: new, new: old}
+        content["param_shapes"] = [
+            {swapped.get(key, key): shape for key, shape in group.items()}
+            for group in content["param_shapes"]
+        ]
+
+    copy = copied(sample(data, name), tmp_path)
+    resaved(copy / "global_step2" / "mp_rank_00_model_states.pt", rename)
+    error = error_of(copy)
+    assert "`param_shapes` contradicts `param_slice_mappings`" in error.what
+    assert why in str(error.why)
+    assert ckptctl.verify(copy, level="fast").verdict == "unknown"
+
+
+@pytest.mark.parametrize("name", ["z0_bf16", "z2_align", "z3_fp32"])
+def test_missing_buffer_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    copy = copied(sample(data, name), tmp_path)
+    for file in copy.rglob("*model_states.pt"):
+        resaved(file, lambda content: content["module"].pop("bn.running_var"))
+    assert error_of(copy).what == "the buffer `bn.running_var` is missing"
+    result = ckptctl.verify(copy, level="fast")
+    assert [finding.tensor for finding in result.unknown] == ["module.bn.running_var"]
+
+
+def test_state_dict_without_buffers_is_noted(data: Path, tmp_path: Path) -> None:
+    copy = copied(sample(data, "z2_align"), tmp_path)
+    file = copy / "global_step2" / "mp_rank_00_model_states.pt"
+    resaved(file, lambda content: [content["module"].pop(buffer) for buffer in BUFFERS])
+    result = ckptctl.verify(copy, level="fast")
+    assert result.verdict == "complete"
+    assert any(note.startswith("buffers that were not saved: ") for note in result.notes)
+
+
 def test_files_of_two_zero_stages_are_several_saves(data: Path, tmp_path: Path) -> None:
     copy = copied(sample(data, "z3_fp32"), tmp_path) / "global_step2"
     shutil.copy(
@@ -372,7 +418,7 @@ def test_missing_optimizer_states_leave_module_weights_readable(data: Path, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c["param_shapes"][0].update(scale=torch.Size([2])), "shape of `scale`"),
+        (lambda c: c["param_shapes"][0].update(scale=torch.Size([2])), "elements of `scale`"),
         (lambda c: c["param_shapes"][0].update(more=torch.Size([5000])), "end before `more`"),
         (lambda c: c["param_shapes"][0].pop("frz.weight"), "does not match the parameters"),
         (lambda c: c["param_shapes"].append({"x": torch.Size([1])}), "do not match"),
