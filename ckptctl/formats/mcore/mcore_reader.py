@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptctl.catalog import Blob, Catalog, Finding
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.catalog import INCONSISTENT_INDEX, Blob, Catalog, Finding
+from ckptctl.errors import CoverageError, DamagedError, UnsupportedError
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.megatron import TARGET_KEY, merge_records
 from ckptctl.facts.megatron_adapter import to_peft_config
@@ -53,7 +53,12 @@ from ckptctl.formats.mcore.mcore_files import (
     is_common_recorded,
     require_finished_save,
 )
-from ckptctl.formats.mcore.objects import format_object_name, to_canonical_objects
+from ckptctl.formats.mcore.objects import (
+    EXTRA_STATE,
+    find_missing_objects,
+    format_object_name,
+    to_canonical_objects,
+)
 from ckptctl.formats.mcore.spelling import read_attention_kinds
 from ckptctl.formats.peft import read_adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, FaultCollector, finding_from_error
@@ -84,6 +89,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         require_finished_save(files)
         faults = FaultCollector(folder, options.partial)
         leaves, origin, notes = read_metadata(files, METADATA)
+        notes += tuple(_check_objects(leaves, faults))
         catalog = build_catalog(files, leaves, name, faults, notes)
         common_object = catalog.blobs.get(format_object_name(COMMON_STATE, (), ()))
         common = (
@@ -132,6 +138,25 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         findings=(*faults.findings, *critic_findings),
         notes=(*catalog.notes, *((note,) * bool(critic))),
     )
+
+
+def _check_objects(names: Iterable[str], faults: FaultCollector) -> Iterator[str]:
+    """Add or raise an error for each key of *names* with missing objects, or yield a note.
+
+    Missing extra state only results in a note, because it is not part of the weights, and models
+    with different kinds of layers may lack it.
+    """
+    for key, why in find_missing_objects(names):
+        if key.endswith(EXTRA_STATE):
+            yield f"{INCONSISTENT_INDEX}: {why}"
+        else:
+            error = CoverageError(
+                f"a part of `{key}` is missing",
+                where=str(faults.root / METADATA),
+                why=why,
+                hint="use another checkpoint (a rank never saved its part of this one)",
+            )
+            faults.add_or_raise(error, tensor=key)
 
 
 def _check_other_model(

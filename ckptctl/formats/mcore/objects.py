@@ -17,16 +17,21 @@ which all versions of Transformer Engine read as "no scales". Sources:
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from operator import lt
 
 from ckptctl.catalog import Blob
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.layers import LayerStorage
 from ckptctl.formats.mcore.spelling import TensorNameParts, parse_tensor_name
 from ckptctl.planner.mapping.adapters import is_factor
+from ckptctl.units import pluralize
 
 _NUMBERS = r"[0-9]{1,6}(?:\.[0-9]{1,6})*"
 _OBJECT = re.compile(rf"(.+)/shard_({_NUMBERS})_({_NUMBERS})")
@@ -52,6 +57,33 @@ _EXPERTS = ".mlp.experts.experts."
 def is_sharded_object(name: str) -> bool:
     """Return whether the leaf *name* is a sharded object."""
     return _OBJECT.fullmatch(name) is not None
+
+
+def find_missing_objects(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the key of each incomplete grid in *names*, and a description of the missing objects.
+
+    Megatron-Core requires full grids when it saves (``_validate_objects_for_key`` in
+    ``dist_checkpointing/validation.py``).
+    """
+    offsets_by_grid: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for name in names:
+        if match := _OBJECT.fullmatch(name):
+            offset = tuple(map(int, match[2].split(".")))
+            offsets_by_grid.setdefault((match[1], match[3]), set()).add(offset)
+    for (key, grid_text), offsets in offsets_by_grid.items():
+        grid = [int(number) for number in grid_text.split(".")]
+        total = math.prod(grid)
+        existing = {o for o in offsets if len(o) == len(grid) and all(map(lt, o, grid))}
+        if len(existing) < total:
+            first = next(o for o in map(partial(_unravel, grid), count()) if o not in existing)
+            name = format_object_name(key, first, grid)
+            number = f"{total - len(existing):,} of {pluralize(total, 'object')}"
+            yield key, f"{number} of `{key}` are missing, such as `{name}`"
+
+
+def _unravel(grid: Sequence[int], index: int) -> tuple[int, ...]:
+    """Return the offset of the object at *index* in the row-major order of *grid*."""
+    return tuple(index // math.prod(grid[n + 1 :]) % size for n, size in enumerate(grid))
 
 
 def format_object_name(key: str, offset: Sequence[int], grid: Sequence[int]) -> str:
@@ -137,8 +169,8 @@ def make_extra_states(tensors: Iterable[OutputTensor], layers: LayerStorage) -> 
         for module in _iterate_modules(tensor.name):
             if module not in seen:
                 seen.add(module)
-                count = tensor.shape[0] if _EXPERTS in module else 0
-                yield from _make_extra_state_objects(module, count, layers)
+                experts = tensor.shape[0] if _EXPERTS in module else 0
+                yield from _make_extra_state_objects(module, experts, layers)
 
 
 def _iterate_modules(name: str) -> Iterator[str]:

@@ -513,6 +513,34 @@ def test_missing_mcore_files_are_damaged(model: dict[str, torch.Tensor], tmp_pat
         assert ckptctl.verify(copy).verdict == "damaged"
 
 
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["shard_0.1_2.2", "shard_1.1_2.2"], "2 of 4 objects of `rng_state` are missing"),
+        (["shard_0_2", "shard_1_3"], "1 of 2 objects of `rng_state` are missing"),
+        (["shard_0_999999.999999"], "such as `rng_state/shard_0.0_999999.999999`"),
+    ],
+)
+def test_missing_object_is_damage(
+    tmp_path: Path, model: dict[str, torch.Tensor], names: list[str], why: str
+) -> None:
+    objects = {f"rng_state/{name}": [1] for name in names}
+    source = write(tmp_path / "mcore", model, TOLD, objects=objects)
+    finding = ckptctl.verify(source, level="fast").errors[0]
+    assert (finding.what, finding.basis) == ("a part of `rng_state` is missing", "index")
+    assert why in str(finding.why)
+    with pytest.raises(CoverageError):
+        formats.open_checkpoint(source)
+
+
+def test_missing_extra_state_is_a_warning(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    key = "decoder.final_layernorm._extra_state"
+    source = write(tmp_path / "mcore", model, TOLD, objects={f"{key}/shard_1_2": [None]})
+    findings = ckptctl.verify(source, level="fast").findings
+    (finding,) = (finding for finding in findings if finding.severity == "warning")
+    assert f"1 of 2 objects of `{key}` are missing" in str(finding.why)
+
+
 def test_common_state_object_replaces_common_pt(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
