@@ -165,19 +165,14 @@ def build_catalog(
     """
     path = files.root
     for leaf in leaves.values():
-        # All tensors of a safetensors blob start at its first byte.
-        if not zips or not _has_raw_item_length(leaf):
-            _check_item_places(leaf, path, faults)
+        _check_item_places(leaf, faults, zips=zips)
     if faults.partial:
         leaves = _drop_unusable_leaves(files, leaves, faults)
     unusable_files = {finding.file for finding in faults.findings}
     sizes = _check_data_files(files, leaves, {} if faults.partial else copy_ends or {})
     unlisted_files = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-    unused_files = [
-        file
-        for file in unlisted_files
-        if file not in unusable_files and (path / file).stat().st_size
-    ]
+    candidates = (file for file in unlisted_files if file not in unusable_files)
+    unused_files = [file for file in candidates if (path / file).stat().st_size]
     indexes = [item.name for item in path.glob("*.metadata")]
     sidecars = scan_sidecar_files(path, {*sizes, *unlisted_files, *indexes})
     tensor_leaves = [leaf for leaf in leaves.values() if leaf.dtype]
@@ -233,10 +228,14 @@ def _locate_special_items(
     )
 
 
-def _check_item_places(leaf: MetadataLeaf, root: TreePath, faults: FaultCollector) -> None:
+def _check_item_places(leaf: MetadataLeaf, faults: FaultCollector, *, zips: bool) -> None:
     """Add or raise an error if two chunks of a tensor have the same bytes."""
     extents = leaf.extents
     if len({*zip(extents.files, extents.starts, strict=True)}) == len(extents):
+        return
+    if zips and _has_raw_item_length(
+        leaf
+    ):  # chunks in one safetensors blob start at its first byte
         return
     first: dict[tuple[str, int, int], Box] = {}
     for offsets, sizes, file, start, length in extents.iterate_rows():
@@ -244,7 +243,7 @@ def _check_item_places(leaf: MetadataLeaf, root: TreePath, faults: FaultCollecto
         if length and box.numel and first.setdefault((file, start, length), box) != box:
             error = CoverageError(
                 f"two chunks of `{leaf.name}` have the same position",
-                where=f"{root / file}, at byte {start:,}",
+                where=f"{faults.root / file}, at byte {start:,}",
                 why=f"the metadata lists {first[file, start, length]} and {box} there",
                 hint="restore the metadata of this save",
             )
