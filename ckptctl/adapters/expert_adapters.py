@@ -129,14 +129,10 @@ def _match_parameter(
     if not parameter_names:
         return
     present_names = [name for name in parameter_names if name in model_tensors]
-    rank = match_pattern(adapter_settings.rank_pattern, parameter_names[0], adapter_settings.rank)
-    if (
-        not present_names
-        and parameter_names == [model_module + WEIGHT]
-        and adapter.tensors[module + A].shape[0] == rank
-    ):
-        return  # Factors of a linear layer, which the model may name differently.
     if not present_names:
+        rank = match_pattern(adapter_settings.rank_pattern, model_module, adapter_settings.rank)
+        if model_module + WEIGHT in model_tensors or adapter.tensors[module + A].shape[0] == rank:
+            return  # Factors of a linear layer, which the model may name differently.
         raise MappingError(
             "the model is missing a parameter of the adapter",
             where=f"tensor `{module}{A}`",

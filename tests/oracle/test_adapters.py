@@ -194,10 +194,11 @@ EXPERTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("GptOss", None), ("Qwen3Moe", "hf-v5")])
-@pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["down_proj"]])
+@pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["down_proj"], []])
 def test_merged_stacked_experts_match_peft_merge(
     kind: str, layout: str | None, names: list[str], tmp_path: Path
 ) -> None:
+    """Without *names*, PEFT selects all linear layers and stacks, and lists the stacks' names."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**EXPERTS)
@@ -210,10 +211,11 @@ def test_merged_stacked_experts_match_peft_merge(
     if layout:  # one tensor for each expert in files, all in one where PEFT sees them
         ckptctl.convert(base, tmp_path / "stacked", to="hf", to_layout=layout)
         base = tmp_path / "stacked"
-    of_experts = [f"mlp.experts.{name}" for name in names]
-    adapted = trained(
-        model, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=of_experts
-    )
+    selected: dict[str, Any] = {
+        "target_modules": ["q_proj"] if names else "all-linear",
+        "target_parameters": [f"mlp.experts.{name}" for name in names] or None,
+    }
+    adapted = trained(model, tmp_path / "adapter", **selected)
     ckptctl.merge(base, tmp_path / "adapter", tmp_path / "merged")
     adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
     expected = load_any_reference(tmp_path / "expected")

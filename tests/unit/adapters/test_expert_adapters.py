@@ -53,11 +53,13 @@ def read(one: ComputeInput) -> torch.Tensor:
     return torch.frombuffer(data, dtype=getattr(torch, one.entry.dtype)).view(one.entry.shape)
 
 
+@pytest.mark.parametrize("names", [BOTH, [name.rpartition(".")[2] for name in BOTH]])
 @pytest.mark.parametrize("order", ["e o i", "e i o"])
-def test_expert_factors_match_peft_delta(tmp_path: Path, order: str) -> None:
+def test_expert_factors_match_peft_delta(tmp_path: Path, order: str, names: list[str]) -> None:
+    """With ``all-linear``, PEFT lists names of parameters, without their modules."""
     adapter = {**factors(f"{MODULE}.base_layer", 6, 10), **factors(MODULE, 5, 6)}
     other = {"base_model.model.layers.0.q.lora_A.weight": torch.ones(2, 6)}
-    folder = save_peft(tmp_path / "a", adapter | other, r=RANK, target_parameters=BOTH)
+    folder = save_peft(tmp_path / "a", adapter | other, r=RANK, target_parameters=names)
     catalog = formats.open_checkpoint(folder)
     config = find_adapter_config(catalog)
     shapes = {"up": (3, 10, 6), "down": (3, 6, 5)}
