@@ -41,6 +41,7 @@ from ckptctl.adapters.peft import (
     AdapterSettings,
     convert_embedding_factors,
     find_adapter_config,
+    list_unknown_fields,
     locate_factors,
     parse_adapter_settings,
     require_adapter,
@@ -163,6 +164,8 @@ class AdapterMerge:
             self.config, options.lora_alpha, scaling, supported=MERGEABLE_FIELDS
         )
         self.notes = [*self.adapter.notes]
+        if unknown_fields := list_unknown_fields(self.config):
+            self.notes.append(f"ignored fields of {CONFIG}: {quote_names(unknown_fields)}")
         self.selection = parse_selection(self.config, self.notes)
         self.modules = map_factor_modules(self.adapter, self.config, stored.tensors)
         for problem in (

@@ -137,8 +137,43 @@ UNSUPPORTED_FIELDS = {
     "arrow_config": "Arrow routing",
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
+    "kasa_config": "KaSA, which truncates the base weights",
     "megatron_config": "Megatron's parallel layers",
 }
+KNOWN_FIELDS = frozenset(
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+        "bias",
+        "init_lora_weights",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "modules_to_save",
+        "base_model_name_or_path",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "revision",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+    }
+)
+"""PEFT config fields that are read, or that do not affect merges."""
 BIAS_VALUES = ("lora_only", "all")
 TRAINED_FIELDS = ("bias",)
 """PEFT config fields whose tensors are recognized by their names."""
@@ -412,6 +447,12 @@ def _require_supported(config: Json, supported: Collection[str]) -> None:
             hint="save it as regular LoRA with `save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)`",
         )
+
+
+def list_unknown_fields(config: Json | None) -> list[str]:
+    """List the fields of a PEFT config that are set and not known to this version."""
+    known = KNOWN_FIELDS | UNSUPPORTED_FIELDS.keys()
+    return [name for name, value in (config or {}).items() if value and name not in known]
 
 
 def invalid_field_error(name: str, value: object, why: str | None = None) -> UnsupportedError:

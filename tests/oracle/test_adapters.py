@@ -138,6 +138,16 @@ def test_merge_without_the_factors_of_a_layer_matches_peft_merge(tmp_path: Path)
     assert max(distance(found[name], expected[name]) for name in expected) <= TOLERANCE
 
 
+def test_every_field_of_peft_is_known() -> None:
+    from dataclasses import fields
+
+    from peft import LoraConfig
+
+    from ckptctl.adapters.peft import list_unknown_fields
+
+    assert not list_unknown_fields({field.name: True for field in fields(LoraConfig)})
+
+
 SELECTIONS: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "mlp.down_proj", "model.layers.1.self_attn.v_proj"]},
     {"target_modules": r".*\.(0|2)\..*(q|k)_proj"},

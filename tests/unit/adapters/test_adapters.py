@@ -74,6 +74,7 @@ def test_rank_that_contradicts_shapes_is_an_error():
         ({"bias": "lora_only"}, "biases"),
         ({"lora_bias": True}, "biases of B"),
         ({"use_qalora": True}, "QALoRA"),
+        ({"kasa_config": {"beta": 1e-4}}, "KaSA"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "parameter targets"),
         ({"trainable_token_indices": [1]}, "trainable tokens"),
         ({"layer_replication": [[0, 2]]}, "replicated"),

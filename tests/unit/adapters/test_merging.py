@@ -635,3 +635,10 @@ def test_regex_of_targets_that_is_too_complex_is_noted(base, tmp_path):
     notes = ckptctl.plan_merge(base, folder, tmp_path / "out").conversion.notes
     assert "not compared with `target_modules` in adapter_config.json" in notes[0]
     assert "not compared with `target_modules`" in ckptctl.verify(folder).notes[0]
+
+
+def test_unknown_fields_of_config_are_noted(base, tmp_path):
+    fields = {"lora_dtype": "float32", "lora_gate": True, "other": None}
+    folder = change_adapter(tmp_path / "adapter", dict, **fields)
+    notes = ckptctl.plan_merge(base, folder, tmp_path / "out").conversion.notes
+    assert notes == ("adapter: ignored fields of adapter_config.json: `lora_dtype`, `lora_gate`",)
