@@ -24,9 +24,9 @@ from ckptctl.conversion.recognition.model import (
 )
 from ckptctl.conversion.recognition.roots import strip_wrappers
 from ckptctl.conversion.sources import open_source
-from ckptctl.errors import RefusedError
+from ckptctl.errors import MappingError, RefusedError, format_option
 from ckptctl.formats.sidecar_files import read_config_files
-from ckptctl.numerics.quantized import dequantize_hint_on_error
+from ckptctl.numerics.quantized import dequantize_hint_on_error, find_quantized_tensors
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import parse_path
 from ckptctl.storage.sources import raise_changed_if, require_same_file
@@ -67,7 +67,15 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
 
 def detect_model(draft: Draft) -> Draft:
     """Recognize the type, layout and prefix of the draft's model, after the steps at ``source``."""
-    model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
+    try:
+        model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
+    except MappingError as error:
+        if draft.model.request.layout and find_quantized_tensors(draft.catalog):
+            error.hint = (
+                f"omit {format_option('--from-layout')}, or pass "
+                f"{format_option('--dequantize bf16')}: the checkpoint is quantized"
+            )
+        raise
     return replace(draft, model=replace(model, described=draft.assets.described))
 
 

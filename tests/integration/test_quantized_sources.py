@@ -107,6 +107,11 @@ def test_copy_of_packed_model_in_another_layout_is_known(tmp_path: Path, models:
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         plan = ckptctl.plan_conversion(tmp_path / name, tmp_path / "out", to="hf")
         assert plan.model_type == "llama2" and plan.warnings == warnings
+        options: dict[str, Any] = {"to": "hf", "from_layout": name}
+        with pytest.raises(MappingError, match="are not in layout") as refused:
+            ckptctl.plan_conversion(tmp_path / name, tmp_path / "out", **options)
+        assert "omit `from_layout`" in str(refused.value.hint)
+        ckptctl.plan_conversion(tmp_path / name, tmp_path / "out", dequantize="bf16", **options)
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4"])
