@@ -161,7 +161,9 @@ def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> A
     )
     if not sidecars.assets and not stated_documents:
         raise UsageError("no configuration or tokenizer found", where=str(root))
-    described = source_assets.documents if root == catalog.root else stated_documents
+    is_own_folder = root == catalog.root
+    # Formats that are single files do not read the configuration next to them.
+    described = (is_own_folder and source_assets.documents) or stated_documents
     descriptions = (
         ModelDescription(name, str(root / name), content, True)
         for name, content in described.items()
@@ -171,7 +173,7 @@ def _add_directory(catalog: Catalog, source_assets: Assets, root: TreePath) -> A
         {**source_assets.sizes, **sidecars.assets},
         {**({} if described else source_assets.documents), **described},
         {**source_assets.others, **sidecars.others},
-        described=(*(source_assets.described if root != catalog.root else ()), *descriptions),
+        described=(*(() if is_own_folder else source_assets.described), *descriptions),
     )
 
 

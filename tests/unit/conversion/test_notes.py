@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import MappingError, SourceNotFoundError
-from tests.checkpoints import save_hf, save_meta, tiny_llama
+from ckptctl.errors import MappingError, MissingTensorsError, SourceNotFoundError
+from tests.checkpoints import save_hf, save_meta, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
 
 CLASSLESS = "config.json has no `architectures`, which vLLM needs to find the model class"
@@ -122,6 +122,20 @@ def test_assets_that_are_not_a_folder_are_an_error(tmp_path: Path) -> None:
             "must name a folder with config.json or params.json"
         )
         assert (caught.value.hint or "").endswith(hint)
+
+
+def test_folder_of_a_torch_file_describes_its_model(tmp_path: Path) -> None:
+    """Only ``assets`` makes the configuration next to a single file that of its model."""
+    state, config = tiny_llama("llama3")
+    source = save_torch(
+        tmp_path / "model.pt", {key: one for key, one in state.items() if ".1." not in key}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MissingTensorsError, match="the model is missing 9 tensors"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=tmp_path)
+    save_torch(source, state)
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=tmp_path)
+    assert plan.model_type == "llama3"
 
 
 def test_ambiguous_family_hints_at_assets(tmp_path: Path) -> None:
