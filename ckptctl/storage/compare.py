@@ -1,7 +1,8 @@
 """Comparison of stored tensors by their bytes and by the values of their elements.
 
 Windows with equal bytes are not converted to numbers. Other windows are converted to float64 with
-torch, which is imported on first use. A bitwise comparison works without torch.
+torch, which is imported on first use. The part of 64-bit integers that float64 cannot store is
+compared separately. A bitwise comparison works without torch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ WINDOW_BYTES = 8 << 20
 """Bytes of a tensor to read at a time."""
 WIDE_INTEGERS = frozenset({"int64", "uint64"})
 """Dtypes with values that float64 cannot represent exactly."""
-MAX_INT64_DIFFERENCE = 2.0**62
-"""Largest difference of 64-bit integers that is computed exactly in int64."""
 
 
 def are_tensors_equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
@@ -171,7 +170,9 @@ def sum_squares(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple
     norm = float(torch.linalg.vector_norm(x)) ** 2
     if a == b and dtype_a == dtype_b:
         return norm, 0.0
-    return norm, float(torch.linalg.vector_norm(y - x)) ** 2
+    rounded_off = _subtract_rounding(a, b, x, y, dtype_a, dtype_b)
+    difference = y - x if rounded_off is None else x - y + rounded_off
+    return norm, float(torch.linalg.vector_norm(difference)) ** 2
 
 
 def _to_index(box: Box, position: int) -> tuple[int, ...]:
@@ -213,16 +214,17 @@ def _compare_values(
     import torch
 
     x, y = _to_float_tensor(a, dtype_a), _to_float_tensor(b, dtype_b)
+    rounded_off = _subtract_rounding(a, b, x, y, dtype_a, dtype_b)
     if dtype_a == dtype_b:
         item = dtypes.get_itemsize(dtype_a)
         rows = [torch.frombuffer(data, dtype=torch.uint8).view(-1, item) for data in (a, b)]
         different = (rows[0] != rows[1]).any(1)
     else:
         different = (x != y) & ~(x.isnan() & y.isnan())
-    x, y, difference = x[different], y[different], None
-    if dtype_a == dtype_b and dtype_a in WIDE_INTEGERS:
-        difference = _subtract_integers(a, b, different, x, y)
-    difference = (x - y).abs() if difference is None else difference
+        different = different if rounded_off is None else different | (rounded_off != 0)
+    x, y = x[different], y[different]
+    difference = x - y if rounded_off is None else x - y + rounded_off[different]
+    difference = difference.abs()
     finite = x.isfinite() & y.isfinite()
     is_tolerated = torch.zeros_like(finite)
     if tolerance:
@@ -249,19 +251,25 @@ def _to_float_tensor(data: bytearray, dtype: str) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _subtract_integers(
-    a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor
-) -> Tensor:
-    """Subtract 64-bit integers, exactly if they differ by less than MAX_INT64_DIFFERENCE."""
+def _subtract_rounding(
+    a: bytearray, b: bytearray, x: Tensor, y: Tensor, dtype_a: str, dtype_b: str
+) -> Tensor | None:
+    """Return the difference between A and B that ``x - y`` misses, or None if it is exact.
+
+    *x* and *y* are *a* and *b* in float64, to which 64-bit integers are rounded.
+    """
+    if not WIDE_INTEGERS & {dtype_a, dtype_b}:
+        return None
     import torch
 
-    i, j = (torch.frombuffer(data, dtype=torch.int64)[different] for data in (a, b))
-    approximate_difference = (x - y).abs()
-    return torch.where(
-        approximate_difference < MAX_INT64_DIFFERENCE,
-        (i - j).abs().to(torch.float64),
-        approximate_difference,
-    )
+    parts = []
+    for data, rounded, dtype in ((a, x, dtype_a), (b, y, dtype_b)):
+        part = torch.zeros_like(rounded, dtype=torch.int64)
+        if dtype in WIDE_INTEGERS:  # int64 arithmetic wraps around, and the part is small
+            bits = torch.where(rounded >= 2.0**63, rounded - 2.0**64, rounded).to(torch.int64)
+            part = torch.frombuffer(data, dtype=torch.int64) - bits
+        parts.append(part)
+    return (parts[0] - parts[1]).to(torch.float64)
 
 
 def _max_or_none(values: Tensor) -> float | None:

@@ -20,7 +20,7 @@ from ckptctl.errors import (
     MappingError,
     UsageError,
 )
-from ckptctl.storage.compare import Tolerance, compare_windows
+from ckptctl.storage.compare import Tolerance, compare_windows, sum_squares
 from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.verbs.comparison import values as diff_values
 
@@ -250,6 +250,34 @@ def test_wide_integers_are_compared_exactly(dtype):
     assert (found.count, found.differing, found.max_abs, found.worst) == (3, 2, 4.0, (12,))
     near = compare_windows(*data, dtype, dtype, Box((0,), (3,)), Tolerance(atol=4))
     assert (near.differing, near.worst) == (0, (2,))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "x", "y", "difference"),
+    [
+        ("int64", "float64", 2**53 + 1, 2**53, 1),
+        ("int64", "float64", 2**62 + 1, 2**62, 1),
+        ("int64", "float64", -(2**53), -(2**53), 0),
+        ("float64", "int64", 2.0**63, 2**63 - 1, 1),
+        ("float64", "int64", -(2.0**63), -(2**63), 0),
+        ("float64", "int64", np.nan, 0, None),
+        ("int64", "uint64", 2**62 + 1, 2**62, 1),
+        ("int64", "uint64", 2**62 + 1, 2**62 + 1, 0),
+        ("int64", "uint64", -1, 2**64 - 1, 2.0**64),
+        ("uint64", "float64", 2**64 - 1, 2.0**64, 1),
+        ("uint64", "float64", 2**63, 2.0**63, 0),
+        ("int64", "int32", 2**31, -(2**31), 2**32),
+        ("bfloat16", "int64", 2.0**60, 2**60 + 3, 3),
+        ("bfloat16", "int64", np.inf, 1, None),
+    ],
+)
+def test_wide_integers_are_compared_exactly_with_other_dtypes(a, b, x, y, difference):
+    tensors = [torch.tensor([v], dtype=getattr(torch, d)) for v, d in ((x, a), (y, b))]
+    data = [bytearray(tensor.view(torch.uint8).numpy()) for tensor in tensors]
+    found = compare_windows(*data, a, b, Box((0,), (1,)))
+    assert (found.differing, found.max_abs) == (difference != 0, difference or None)
+    if difference is not None:
+        assert sum_squares(*data, a, b)[1] == float(difference) ** 2
 
 
 def test_complex_and_fp8_errors_are_measured():
