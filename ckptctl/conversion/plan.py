@@ -15,6 +15,7 @@ from ckptctl.conversion.draft import Draft, Quantization
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.replicas import select_replicated_tensors
 from ckptctl.conversion.summary import Summary
+from ckptctl.errors import quote_names
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
 from ckptctl.planner.copying.copies import needs_permutation
@@ -349,6 +350,9 @@ def build_conversion_plan(
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
     notes = Notes()
     notes.add(*draft.catalog.notes)
+    if unread := formats.list_unread_parts(draft.catalog):
+        notes.add(f"not copied (other checkpoints): {quote_names(unread)}")
+        notes.explain("not copied", dict.fromkeys(unread, "another checkpoint"))
     notes += source_notes
     notes += build_file_notes(draft.assets, options.assets, draft.target, draft.written)
     notes += draft.notes

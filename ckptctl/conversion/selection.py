@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.items import read_item_headers
@@ -27,8 +28,10 @@ from ckptctl.errors import (
     DamagedError,
     MappingError,
     UnsupportedError,
+    UsageError,
     format_command,
     format_option,
+    quote_names,
 )
 from ckptctl.numerics.quantized import survey_leniently
 from ckptctl.planner.boxes import check_coverage
@@ -54,6 +57,14 @@ def select_tensors(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _add_module_states(selection, catalog)
     expected_names = tuple(selection.tensors)
+    unread = formats.list_unread_parts(catalog)
+    if unread and draft.includes_training_state and not selection.rest:
+        raise UsageError(
+            "the training state is in another checkpoint",
+            where=catalog.path.parent,
+            why=f"only `{catalog.path.name}` was read, not {quote_names(unread)}",
+            hint="convert each of these folders separately",
+        )
     if selection.rest and not draft.includes_training_state:
         why = f"not part of the model ({draft.keep_hint})"
         notes.explain("skipped", dict.fromkeys(selection.rest, why))

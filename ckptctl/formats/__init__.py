@@ -437,6 +437,32 @@ def find_only_model_checkpoint(path: TreePath) -> TreePath | None:
     )
 
 
+def list_sibling_parts(path: TreePath, model: TreePath) -> list[TreePath]:
+    """List the parts of the checkpoint in *path*, such as ``optimizer_0/``, except *model*.
+
+    The list is empty unless *model*, which was read instead of *path*, is such a part. Folders with
+    names of parts are included even if they are not recognized.
+    """
+    if model.parent != path or not PART_FOLDER.fullmatch(model.name):
+        return []
+    return [
+        item
+        for item in sorted(path.iterdir(), key=lambda item: to_natural_key(item.name))
+        if item != model
+        and item.is_dir()
+        and (
+            PART_FOLDER.fullmatch(item.name)
+            or (NON_MODEL_FOLDER.fullmatch(item.name) and sniff_formats(item))
+        )
+    ]
+
+
+def list_unread_parts(catalog: Catalog) -> list[str]:
+    """List the names of the parts next to the model of *catalog*, which it does not contain."""
+    path = catalog.opened[0] if catalog.opened else catalog.path
+    return [part.name for part in list_sibling_parts(path, catalog.path)]
+
+
 def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:
     """Return the sibling of *checkpoint* with the highest step number, or None if none is newer.
 

@@ -19,6 +19,7 @@ from ckptctl.errors import (
     MappingError,
     UsageError,
     format_option,
+    quote_names,
     rename_options_in_messages,
 )
 from ckptctl.formats.base import Weights
@@ -128,6 +129,7 @@ def _compare_sources(
         compared_leaves=len(paired.leaves),
         leaves=leaves,
         notes=(
+            *_list_source_notes(first, second, options),
             *_list_notes(mapping, tensors, values.bitwise),
             *_list_quantization_notes(first, second, paired, options),
         ),
@@ -322,6 +324,19 @@ def _build_difference(pair: Pair, errors: Errors | None) -> TensorDifference:
         pair.dtype,
         differing,
     )
+
+
+def _list_source_notes(a: Catalog, b: Catalog, options: DiffOptions) -> tuple[str, ...]:
+    """Return the notes about reading both checkpoints, including what was not compared."""
+    sides_by_note: dict[str, list[str]] = {}
+    for side, catalog in (("A", a), ("B", b)):
+        notes = list(catalog.notes)
+        unread = formats.list_unread_parts(catalog) if options.only == "all" else []
+        if unread:
+            notes.append(f"not compared (other checkpoints): {quote_names(unread)}")
+        for note in notes:
+            sides_by_note.setdefault(note, []).append(side)
+    return tuple(f"{' and '.join(sides)}: {note}" for note, sides in sides_by_note.items())
 
 
 def _list_notes(

@@ -13,7 +13,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import INCONSISTENT_INDEX, MANIFEST, Catalog, Finding
 from ckptctl.conversion.items import add_replica_extents, read_item_headers
 from ckptctl.conversion.sources import open_source
-from ckptctl.errors import CkptError, format_option
+from ckptctl.errors import CkptError, UsageError, format_option, quote_names
 from ckptctl.formats.shared.findings import UNUSABLE_ERRORS, finding_from_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
@@ -50,6 +50,8 @@ class _VerificationState:
     format: str
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
+    tensors: int = 0  # of other parts, not in the catalog
+    files: dict[str, int] = field(default_factory=dict)  # likewise
     verified: dict[str, int] = field(default_factory=dict)
     verified_tensors: int = 0
     compared: bool | None = None
@@ -165,6 +167,7 @@ def verify_with_catalog(
         )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options, ranks, index_checks, passed=passed)
+        _verify_sibling_parts(state, formats.to_existing_path(path), options, progress, ranks)
         raise_if_request_failed(state.path)
         opened = catalog.opened if catalog else None
         run_on_all_ranks(ranks, lambda: require_same_file(opened))
@@ -174,8 +177,8 @@ def verify_with_catalog(
         path=redact_path(path),
         format=state.format,
         level=options.level,
-        tensors=len(catalog.tensors) if catalog else 0,
-        files=catalog.files if catalog else {},
+        tensors=state.tensors + (len(catalog.tensors) if catalog else 0),
+        files={**(catalog.files if catalog else {}), **state.files},
         verified=state.verified,
         verified_tensors=state.verified_tensors if options.level == "full" else None,
         bytes_read=state.bytes_read,
@@ -191,6 +194,41 @@ def verify_with_catalog(
         seconds=time.monotonic() - start,
     )
     return verified, catalog
+
+
+def _verify_sibling_parts(
+    state: _VerificationState,
+    path: TreePath,
+    options: VerifyOptions,
+    progress: StartProgress,
+    ranks: RankCollectives,
+) -> None:
+    """Verify the optimizer folders next to the only model in *path*, and add the results."""
+    parts = formats.list_sibling_parts(path, state.listed_path)
+    for part in parts:
+        name = f"../{part.name}"
+        try:
+            result, _ = verify_with_catalog(
+                part, replace(options, model=False, manifest=False), progress, ranks
+            )
+        except UsageError:
+            raise
+        except CkptError as error:
+            finding = finding_from_error(error, part)
+            state.findings.append(replace(finding, file=name))
+            continue
+        state.findings += [
+            replace(finding, file=f"{name}/{finding.file}" if finding.file else name)
+            for finding in result.findings
+        ]
+        state.tensors += result.tensors
+        state.files |= {f"{name}/{file}": size for file, size in result.files.items()}
+        state.verified |= {f"{name}/{file}": size for file, size in result.verified.items()}
+        state.verified_tensors += result.verified_tensors or 0
+        state.bytes_read += result.bytes_read
+        state.compared = state.compared or result.compared
+    if parts:
+        state.notes.append(f"also verified: {quote_names([part.name for part in parts])}")
 
 
 def _begin_verification(path: str | TreePath, options: VerifyOptions) -> _VerificationState:

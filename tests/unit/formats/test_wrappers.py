@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UsageError
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
 from tests.unit.formats.damage import converted, damaged
@@ -92,6 +92,44 @@ def test_single_inner_checkpoint_is_opened_with_note(data: Path, tmp_path: Path)
     shutil.copytree(twice / "pytorch_model_fsdp_0", twice / "pytorch_model_fsdp_1")
     with pytest.raises(FormatError, match="folder of 3 checkpoints"):
         formats.open_checkpoint(twice)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "part"),
+    [
+        ("wrappers/accelerate_dcp/ckpt", "pytorch_model_fsdp_0", "optimizer_0"),
+        ("wrappers/bytecheckpoint/ckpt/global_step_1", "model", "optimizer"),
+    ],
+)
+def test_optimizer_next_to_only_model_is_verified_and_not_ignored(
+    data: Path, tmp_path: Path, name: str, model: str, part: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(data / name, copy)
+    verified = ckptctl.verify(copy, level="full")
+    alone = ckptctl.verify(copy / model, level="full")
+    assert verified.verdict == "complete" and verified.tensors > alone.tensors
+    assert any(file.startswith(f"../{part}/") for file in verified.files)
+
+    def list_uncompared(only: str) -> list[str]:
+        notes = ckptctl.diff(copy, copy, only=only).notes
+        return [note for note in notes if note.startswith("A and B: not compared")]
+
+    assert f"`{part}`" in list_uncompared("all")[0]
+    assert not list_uncompared("model")
+
+    with pytest.raises(UsageError, match="the training state is in another checkpoint"):
+        ckptctl.consolidate(copy, tmp_path / "all", optimizer=True)
+    notes = ckptctl.plan_conversion(copy, tmp_path / "model", to="hf").notes
+    assert any(note.startswith("not copied (other checkpoints)") for note in notes)
+
+    file = min((copy / part).glob("*.distcp"))
+    file.write_bytes(bytes(100))
+    damaged = ckptctl.verify(copy)
+    assert damaged.verdict == "damaged"
+    assert f"../{part}/{file.name}" in {finding.file for finding in damaged.findings}
+    (copy / part / ".metadata").unlink()
+    assert ckptctl.verify(copy).errors[0].file == f"../{part}/.metadata"
 
 
 def test_interrupted_megatron_save_is_damaged(data: Path, tmp_path: Path) -> None:
