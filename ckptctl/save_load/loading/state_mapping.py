@@ -1,8 +1,8 @@
 """Mapping from the tensors of a checkpoint to the tensors of a state dict, across layouts.
 
-Tensors with equal names are assumed to be the same. If names differ, the model is first matched
-under another prefix. If that fails, the families and layouts of both sides are detected, and the
-tensors are mapped as in a conversion.
+Tensors with equal names and shapes are assumed to be the same. If names differ, the model is first
+matched under another prefix. If that fails, or shapes differ, the families and layouts of both
+sides are detected, and the tensors are mapped as in a conversion.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def map_state(
     """Map the tensors of *catalog* to tensors of *state*, by name or by a change of layout."""
     given_layout = request.state.layout or request.source.layout
     by_name = _map_by_best_prefix(catalog, state, request)
-    if not given_layout and state.keys() <= by_name.tensors.keys():
+    names_match, shapes_match = (count == len(state) for count in _count_covered(by_name, state))
+    if not given_layout and names_match and shapes_match:
         return by_name
     try:
         changed = _change_layout(catalog, state, request)
@@ -104,14 +105,22 @@ def map_state(
         incomplete = isinstance(error, MissingTensorsError | RefusedError)
         if incomplete and request.partial is None:
             return map_state(catalog, state, replace(request, partial=True))
+        if not given_layout and names_match:
+            return by_name
         if given_layout or request.source.model_type or not by_name.tensors:
             raise
         by_name.notes.add(
             f"matched by name only, because the layouts cannot be mapped: {error.what}"
         )
         return by_name
-    better = len(changed.tensors.keys() & state) > len(by_name.tensors.keys() & state)
+    better = _count_covered(changed, state) > _count_covered(by_name, state)
     return changed if given_layout or better else by_name
+
+
+def _count_covered(mapping: StateMapping, state: Mapping[str, TensorMeta]) -> tuple[int, int]:
+    """Count the tensors of *state* that *mapping* has, and those that also have the same shape."""
+    covered = mapping.tensors.keys() & state
+    return len(covered), sum(mapping.tensors[n].shape == state[n].shape for n in covered)
 
 
 def recognize_source_model(catalog: Catalog, request: MappingRequest) -> Model:

@@ -23,6 +23,8 @@ from ckptctl.errors import (
 from ckptctl.storage.compare import Tolerance, compare_windows, sum_squares
 from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.verbs.comparison import values as diff_values
+from tests.checkpoints.golden import Golden
+from tests.checkpoints.readers import differences
 
 
 def saved(folder, name, state):
@@ -250,6 +252,20 @@ def test_wide_integers_are_compared_exactly(dtype):
     assert (found.count, found.differing, found.max_abs, found.worst) == (3, 2, 4.0, (12,))
     near = compare_windows(*data, dtype, dtype, Box((0,), (3,)), Tolerance(atol=4))
     assert (near.differing, near.worst) == (0, (2,))
+
+
+@pytest.mark.parametrize(("model", "layout"), [("lfm2", "mlx"), ("qwen3_vl_moe", "hf")])
+def test_layouts_with_equal_names_but_other_axes_are_mapped(tmp_path, model, layout):
+    a, b = tmp_path / "a", tmp_path / "b"
+    Golden.read(model).save(a)
+    ckptctl.convert(a, b, to="hf", to_layout=layout)
+    for paths in ((a, b), (b, a)):
+        found = ckptctl.diff(*paths)
+        assert found.same and found.a.layout != found.b.layout
+    wanted = load_file(a / "model.safetensors")
+    state = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    ckptctl.load(state, b)
+    assert not differences(state, wanted)
 
 
 @pytest.mark.parametrize(
