@@ -151,7 +151,7 @@ def plan_output_tensors(draft: Draft) -> Draft:
         located=catalog,
         mapped=mapped,
         tensors=tensors,
-        blobs=[*training_state.blobs, *blobs],
+        blobs=[*(mapped.blob for mapped in training_state.blobs.values()), *blobs],
         redundant=redundant,
         filled_from=used_fills,
     )

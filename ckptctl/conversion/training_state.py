@@ -32,20 +32,28 @@ _STATISTIC_PATTERN = re.compile(r"avg|moment")
 
 
 @dataclass(slots=True)
+class MappedBlob:
+    """Non-tensor value under its name in the output, and the names of its sources."""
+
+    blob: Blob
+    sources: list[str]
+
+
+@dataclass(slots=True)
 class TrainingState:
     """Leaves outside the model, by name in the output.
 
     Attributes:
         tensors: Tensors by name in the output. Their source keys are names in the checkpoint.
         paths: Key path of each tensor in the output, by name.
-        blobs: Non-tensor values, with their names in the output.
+        blobs: Non-tensor values by name in the output.
         redundant: Step counters that are dropped because their parameters are merged.
         zeros: All-zero tensors that pad moments in the same way as their parameters.
     """
 
     tensors: dict[str, ComposedTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    blobs: list[Blob] = field(default_factory=list)
+    blobs: dict[str, MappedBlob] = field(default_factory=dict)
     redundant: list[RedundantData] = field(default_factory=list)
     zeros: list[ZeroTensor] = field(default_factory=list)
 
@@ -76,7 +84,7 @@ def map_training_state(
         return TrainingState(
             {composed.key: composed for composed in unchanged},
             {entry.name: entry.path for entry in tensors},
-            blobs,
+            {blob.name: MappedBlob(blob, [blob.name]) for blob in blobs},
         )
     mapper = _StateMapper(catalog, root, change)
     for entry in tensors:
@@ -121,7 +129,6 @@ class _StateMapper:
             for key in dict.fromkeys(self._iterate_parameters(composed)):
                 self.targets.setdefault(key, []).append(composed)
         self.counters: dict[str, str] = {}
-        self.leaves: dict[str, tuple[str, Blob]] = {}
         self.moments_by_pattern: dict[Path, dict[str, TensorEntry]] = {}
 
     def map_tensor(self, entry: TensorEntry) -> None:
@@ -232,13 +239,13 @@ class _StateMapper:
 
     def _add_blob(self, blob: Blob, source: str) -> None:
         """Add *blob* to the output, or raise if merged parameters have different values for it."""
-        origin, first = self.leaves.setdefault(blob.name, (source, blob))
-        if first is blob:
-            self.rest.blobs.append(blob)
-        elif (first.value, first.file is None) != (blob.value, blob.file is None):
+        mapped = self.rest.blobs.setdefault(blob.name, MappedBlob(blob, []))
+        mapped.sources.append(source)
+        first = mapped.blob
+        if (first.value, first.file is None) != (blob.value, blob.file is None):
             raise RefusedError(
                 "parameters that become one have different optimizer settings",
-                where=f"`{origin}` and `{source}`",
+                where=f"`{mapped.sources[0]}` and `{source}`",
                 why=f"{first.value!r} and {blob.value!r}",
                 hint=f"pass {format_option('--only model')}, or keep the layout",
             )

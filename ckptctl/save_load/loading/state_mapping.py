@@ -18,7 +18,7 @@ from ckptctl.conversion.assets import gather_assets
 from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_layout_change
 from ckptctl.conversion.recognition.model import DETECT_ALL, Model, ModelRequest, recognize_model
 from ckptctl.conversion.recognition.roots import list_possible_roots, parse_root, strip_wrappers
-from ckptctl.conversion.training_state import map_training_state
+from ckptctl.conversion.training_state import MappedBlob, map_training_state
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.facts.agreed_change import change_layout_checked
 from ckptctl.notes import Notes
@@ -66,6 +66,8 @@ class StateMapping:
     layout: str | None = None
     # Tensors of the state that are filled with this rank's version of them.
     rank_tensors: frozenset[str] = frozenset()
+    # Non-tensor values outside the model by name in the state, if names or axes change.
+    blobs: Mapping[str, MappedBlob] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +169,7 @@ def map_model(
         change.family.name if change.family else model.model_type,
         model.layout,
         change.target_layout,
+        blobs=rest.blobs,
     )
 
 

@@ -105,7 +105,7 @@ def _compare_sources(
     leaves: tuple[LeafDifference, ...] = ()
     if not options.structure:
         values = _compare_values(first, paired.pairs, mapping, options, progress, observe)
-        leaves = compare_leaves(first, second, paired.leaves)
+        leaves = compare_leaves(first, paired.leaves)
     left_out = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
     within = [e for e in values.errors.values() if not e.differing and e.max_abs is not None]
     tensors = [_build_difference(item, values.errors.get(item.entry.name)) for item in paired.pairs]

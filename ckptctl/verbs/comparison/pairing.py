@@ -70,11 +70,26 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class LeafPair:
+    """Non-tensor value of checkpoint A, and the value of B that it is compared with.
+
+    Attributes:
+        name: Name in A.
+        sources: Names in B.
+        value: Value in B, with parameter names as in A's layout.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class Pairing:
     """Pairs of tensors and non-tensor values to compare, and a description of each checkpoint."""
 
     pairs: tuple[Pair, ...]
-    leaves: tuple[tuple[str, str], ...]
+    leaves: tuple[LeafPair, ...]
     a: Side
     b: Side
 
@@ -135,25 +150,26 @@ def pair_tensors(
     left_out_b = _explain_left_out(b, mapping.root, a, scope, names_b, trainer_names)
     left_out_b |= mapping.notes.get_reasons("dropped")
     pairs = tuple(_iterate_pairs(a, b, mapping, left_out_a))
-    leaves = (
-        (replace_prefix(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_out_b
-    )
-    value_pairs = tuple(
-        names for names in leaves if names[0] in a.blobs and names[0] not in left_out_a
+    leaves = tuple(
+        leaf
+        for leaf in _iterate_mapped_leaves(b, mapping)
+        if leaf.name in a.blobs
+        and leaf.name not in left_out_a
+        and not left_out_b.keys() & leaf.sources
     )
     used_a = {
         *(matched.entry.name for matched in pairs),
-        *(name for name, _ in value_pairs),
+        *(leaf.name for leaf in leaves),
         *left_out_a,
     }
     used_b = {
         *(n for matched in pairs for n in matched.sources),
-        *(name for _, name in value_pairs),
+        *(n for leaf in leaves for n in leaf.sources),
         *left_out_b,
     }
     return Pairing(
         pairs,
-        value_pairs,
+        leaves,
         _build_side(a, mapping.layout, used_a, left_out_a),
         _build_side(b, mapping.from_layout, used_b, left_out_b),
     )
@@ -189,12 +205,27 @@ def _iterate_pairs(
         yield Pair(entry, composed, sources, ", ".join(dtypes))
 
 
+def _iterate_mapped_leaves(b: Catalog, mapping: StateMapping) -> Iterator[LeafPair]:
+    """Yield each non-tensor value of *b*, under its name in A and with parameter names of A."""
+    renamed_names: set[str] = set()
+    for name, mapped in mapping.blobs.items():
+        renamed_names.update(mapped.sources)
+        yield LeafPair(name, tuple(mapped.sources), mapped.blob.value)
+    for name, blob in b.blobs.items():
+        if name not in renamed_names:
+            state_name = replace_prefix(name, mapping.root, mapping.prefix)
+            yield LeafPair(state_name, (name,), blob.value)
+
+
 def _map_names(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
     """Map each name in *b* to the names in A of the tensors that it is a source of."""
     names_in_a: dict[str, list[str]] = {}
     for composed in mapping.tensors.values():
         for key in composed.keys:
             names_in_a.setdefault(key, []).append(composed.key)
+    for leaf in _iterate_mapped_leaves(b, mapping):
+        for key in leaf.sources:
+            names_in_a.setdefault(key, []).append(leaf.name)
     names = (*b.tensors, *b.blobs)
     return {
         n: names_in_a.get(n) or [replace_prefix(n, mapping.root, mapping.prefix)] for n in names

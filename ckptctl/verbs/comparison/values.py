@@ -21,7 +21,7 @@ from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.movement import ObserveWindow
-from ckptctl.verbs.comparison.pairing import Pair
+from ckptctl.verbs.comparison.pairing import LeafPair, Pair
 
 WINDOW_ELEMENTS = 1 << 20
 """Number of tensor elements that are compared at a time."""
@@ -178,15 +178,13 @@ SHOWN_CHARS = 60
 COMPARED_FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
-def compare_leaves(
-    a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
-) -> tuple[LeafDifference, ...]:
+def compare_leaves(a: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
     """Compare pairs of non-tensor values and return those that differ."""
     differences = []
-    for name, other in pairs:
-        x, y = a.blobs[name].value, b.blobs[other].value
+    for pair in pairs:
+        x, y = a.blobs[pair.name].value, pair.value
         if not is_same_value(x, y):
-            differences.append(LeafDifference(name, _shorten_value(x), _shorten_value(y)))
+            differences.append(LeafDifference(pair.name, _shorten_value(x), _shorten_value(y)))
     return tuple(differences)
 
 

@@ -268,6 +268,27 @@ def test_layouts_with_equal_names_but_other_axes_are_mapped(tmp_path, model, lay
     assert not differences(state, wanted)
 
 
+def test_parameter_names_in_training_state_are_mapped_to_first_layout(tmp_path):
+    state = Golden.read("qwen3").state()
+    names = list(state)
+    groups = [{"lr": 0.1, "params": names[:5]}, {"lr": 0.2, "params": names[5:]}]
+    settings = {name: {"lr": 0.1, "foreach": None, "m": state[name]} for name in names}
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"model": state, "groups": groups, "settings": settings, "step": 1}, a)
+    ckptctl.convert(a, b, to="torch", to_layout="torchtune", only="all", model_type="qwen3")
+    found = ckptctl.diff(a, b, model_type="qwen3")
+    assert found.same and found.compared_leaves == 5 + 2 * len(names)
+    changed = torch.load(b)
+    changed["groups"][0]["params"].reverse()
+    changed["settings"]["output.weight"]["lr"] = 0.2
+    torch.save(changed, b)
+    found = ckptctl.diff(a, b, model_type="qwen3")
+    differing = {leaf.name for leaf in found.leaves}
+    assert differing == {"groups.0.params", "settings.lm_head.weight.lr"}
+    scope = {"include": ["settings.lm_head.*"], "model_type": "qwen3"}
+    assert ckptctl.diff(a, b, **scope).compared_leaves == 2
+
+
 @pytest.mark.parametrize(
     ("a", "b", "x", "y", "difference"),
     [
