@@ -39,6 +39,7 @@ from ckptctl.verbs.comparison.pairing import (
     ComparedSelection,
     Pair,
     Pairing,
+    add_tied_tensors,
     map_to_first_layout,
     pair_tensors,
 )
@@ -97,6 +98,10 @@ def _compare_sources(
     )
     with rename_options_in_messages(_build_option_names("b")):
         mapping = map_to_first_layout(first, second, request)
+        with_tied = add_tied_tensors(first, second, mapping, request)
+        if with_tied is not first:
+            first = with_tied
+            mapping = map_to_first_layout(first, second, request)
     first, padding_read = remove_padding(first, mapping)
     scope = ComparedSelection(options.include, options.exclude, options.only)
     paired = pair_tensors(first, second, mapping, scope, trainer_names_a | trainer_names_b)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.conversion.recognition.model import recognize_model
+from ckptctl.conversion.recognition.model import ModelRequest, recognize_model
 from ckptctl.conversion.recognition.roots import (
     is_outside_model,
     select_model,
@@ -130,6 +130,38 @@ def _map_best(b: Catalog, state: Mapping[str, TensorMeta], request: MappingReque
         complete_mapping.tensors.keys() & state
     )
     return partial_mapping if is_better else complete_mapping
+
+
+def add_tied_tensors(
+    a: Catalog, b: Catalog, mapping: StateMapping, request: MappingRequest
+) -> Catalog:
+    """Add tied tensors to *a* that only *b* stores, such as the head of a tied model.
+
+    *mapping* maps *b* to *a*. If *a* stores the tensor and *b* does not, it adds the tensor.
+    """
+    used = {
+        key for name in a.tensors.keys() & mapping.tensors for key in mapping.tensors[name].keys
+    }
+    if b.tensors.keys() <= used | mapping.notes.get_reasons("dropped").keys():
+        return a
+    source = replace(request.source, layout=request.state.layout, root=request.state.root)
+    target = ModelRequest(layout=request.source.layout, root=request.source.root)
+    state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in b.tensors.items()}
+    try:
+        reverse = map_state(a, state, replace(request, source=source, state=target))
+    except (MappingError, MissingTensorsError, RefusedError, UsageError):
+        return a
+    if reverse.from_layout != reverse.layout:
+        return a
+    tied = {}
+    for name in b.tensors.keys() - used:
+        composed = reverse.tensors.get(name)
+        if composed and composed.is_rename and composed.sources[0].key in a.tensors:
+            name_in_a = replace_prefix(name, reverse.prefix, reverse.root)
+            if name_in_a not in a.tensors:
+                entry = a.tensors[composed.sources[0].key]
+                tied[name_in_a] = replace(entry, name=name_in_a)
+    return replace(a, tensors={**a.tensors, **tied}) if tied else a
 
 
 def pair_tensors(

@@ -268,6 +268,23 @@ def test_layouts_with_equal_names_but_other_axes_are_mapped(tmp_path, model, lay
     assert not differences(state, wanted)
 
 
+def test_diff_of_tied_model_is_symmetric(tmp_path):
+    tied = Golden.read("qwen2.tied")
+    tied.save(tmp_path / "tied")
+    state = load_file(tmp_path / "tied" / "model.safetensors")
+    head = state["model.embed_tokens.weight"]
+    for name, stored in (("equal", head.clone()), ("other", torch.zeros_like(head))):
+        shutil.copytree(tmp_path / "tied", tmp_path / name)
+        save_file({**state, "lm_head.weight": stored}, tmp_path / name / "model.safetensors")
+        pair = tmp_path / "tied", tmp_path / name
+        found, reverse = ckptctl.diff(*pair), ckptctl.diff(*reversed(pair))
+        assert found.same == reverse.same == (name == "equal")
+        assert found.compared == reverse.compared == len(state) + 1
+        differing = [] if name == "equal" else ["lm_head.weight"]
+        assert [one.name for one in found.tensors] == differing
+        assert [one.name for one in reverse.tensors] == differing
+
+
 def test_parameter_names_in_training_state_are_mapped_to_first_layout(tmp_path):
     state = Golden.read("qwen3").state()
     names = list(state)
