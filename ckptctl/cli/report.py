@@ -99,6 +99,8 @@ def _list_contents(result: Report) -> Iterator[str]:
         both = (result.difference.a, result.difference.b)
         one_sided = sum(len(side.only) + len(side.only_leaves) for side in both)
         count = len(result.difference.tensors) + len(result.difference.leaves) + one_sided
-        yield pluralize(count, "difference")
+        structure_only = " in structure; data not read" if result.difference.structure else ""
+        differences = f"{pluralize(count, 'difference')}{structure_only}"
+        yield differences if count or result.difference.same else result.difference.verdict
     if result.stats:
         yield "statistics"

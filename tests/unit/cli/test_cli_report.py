@@ -27,6 +27,21 @@ def test_report_prints_path_and_verdict(run, source, tmp_path):
     assert run("report", source, "-o", page, "--overwrite", "-q").stdout == f"{page}\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "values", "told"),
+    [
+        ([], torch.arange(3.0), "0 differences"),
+        (["--structure"], torch.zeros(3), "the same structure; data not read"),
+        (["--structure"], torch.zeros(4), "1 difference in structure; data not read"),
+    ],
+)
+def test_report_states_if_data_was_not_compared(run, source, tmp_path, option, values, told):
+    other = tmp_path / "b.safetensors"
+    save_file({"x": values, "y": torch.ones(2)}, other)
+    result = run("report", source, other, *option, "-o", tmp_path / "page.html")
+    assert result.stdout.endswith(f": 2 tensors, complete, {told}\n")
+
+
 def test_report_writes_page_to_stdout(run, source, tmp_path):
     result = run("report", source, "-o", "-")
     assert result.exit_code == 0 and result.stderr == ""
