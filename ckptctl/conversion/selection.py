@@ -118,7 +118,7 @@ def select_tensors(draft: Draft) -> Draft:
             [name for name in missing_tensors.names if _is_requested(draft, root + name)]
         )
         if not options.allow_missing:
-            missing_tensors.require_complete(str(catalog.path))
+            missing_tensors.require_complete(str(catalog.path), options.fill_from)
     expected_names += missing_tensors.names if missing_tensors.certain else ()
     notes.add(
         *(strip_structure_claim(missing_tensors.notes) if missing else missing_tensors.notes),

@@ -363,8 +363,9 @@ def test_tensors_missing_from_both_are_an_error(
     base = save(state, tmp_path / "poor", golden.config)
     inner = {n: v for n, v in state.items() if n != "lm_head.weight"}
     tuned = save(inner, tmp_path / "poor-tuned", golden.config)
-    with pytest.raises(MissingTensorsError, match="is missing 3 tensors"):
+    with pytest.raises(MissingTensorsError, match="is missing 3 tensors") as caught:
         ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
+    assert f"`{base}` is missing them, too" in str(caught.value.hint)
 
 
 # ------------------------------------------------------------------- beside other options

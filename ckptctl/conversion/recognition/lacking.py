@@ -27,6 +27,7 @@ from ckptctl.planner.mapping.completeness import (
 )
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import MatchedKeys
+from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
@@ -120,8 +121,11 @@ class MissingTensors:
         kept_names = tuple(name for name in self.names if name in names)
         return replace(self, names=kept_names, more=self.more if kept_names == self.names else 0)
 
-    def require_complete(self, where: str) -> None:
-        """Raise an error that names *where* if tensors are certainly missing."""
+    def require_complete(self, where: str, base: str | TreePath | None = None) -> None:
+        """Raise an error that names *where* if tensors are certainly missing.
+
+        *base* is the checkpoint of ``--fill-from``, or None if this option is not set.
+        """
         if self.names and self.certain:
             hint = (
                 f"pass {format_option('--allow-missing')} to write what is there, "
@@ -129,6 +133,12 @@ class MissingTensors:
                 "part, or "
                 f"{format_option('--fill-from')} to take the rest from a base"
             )
+            if base is not None:
+                hint = (
+                    f"pass a complete base to {format_option('--fill-from')} (`{base}` is missing "
+                    f"them, too), or replace it by {format_option('--allow-missing')} to write "
+                    "what is there"
+                )
             if self.only_end_missing:
                 hint = (
                     "this looks like the first pipeline stage; to join all stages, convert each "
