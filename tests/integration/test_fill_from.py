@@ -365,7 +365,7 @@ def test_tensors_missing_from_both_are_an_error(
     tuned = save(inner, tmp_path / "poor-tuned", golden.config)
     with pytest.raises(MissingTensorsError, match="is missing 3 tensors") as caught:
         ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
-    assert f"`{base}` is missing them, too" in str(caught.value.hint)
+    assert f"`{base}` is also missing them" in str(caught.value.hint)
 
 
 # ------------------------------------------------------------------- beside other options

@@ -135,8 +135,8 @@ class MissingTensors:
             )
             if base is not None:
                 hint = (
-                    f"pass a complete base to {format_option('--fill-from')} (`{base}` is missing "
-                    f"them, too), or replace it by {format_option('--allow-missing')} to write "
+                    f"pass a complete base to {format_option('--fill-from')} (`{base}` is also "
+                    f"missing them), or replace it by {format_option('--allow-missing')} to write "
                     "what is there"
                 )
             if self.only_end_missing:
