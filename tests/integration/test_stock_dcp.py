@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import ckptctl
 from tests.checkpoints import (
@@ -91,3 +95,31 @@ def test_multi_rank_dcp_samples_convert_exactly(tmp_path: Path, data: Path, name
     ckptctl.convert(sample / "ckpt", tmp_path / "out", to="torch", only="model")
     expected = load_any_reference(sample / "expected.safetensors")
     assert not differences(load_any_reference(tmp_path / "out"), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_with_empty_dictionaries_loads_from_dcp_output(tmp_path: Path) -> None:
+    """``dcp.load`` takes any dictionary that is a value as a sign of torch 2.3, and all fails."""
+    config = {"lr": 1, "opt": {"name": "adam"}, "betas": []}
+    state: dict[str, Any] = {"model": {"w": torch.ones(2)}, "config": config}
+    empty: dict[str, Any] = {"extra": {}, "nested": [{}, {"ordered": OrderedDict()}]}
+    torch.save(state | empty, tmp_path / "in.pt")
+    plan = ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", only="all").plan
+    assert plan.left_out.keys() == {"extra", "nested.0", "nested.1.ordered"}
+    target = {"model": {"w": torch.zeros(2)}, "config": {**config, "lr": 0}} | empty
+    stock_load(target, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert target["config"] == config and torch.equal(target["model"]["w"], torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_torch_2_3_keeps_its_dictionaries(tmp_path: Path) -> None:
+    """Its flattening left dictionaries without tensors as they are, and so do these keys."""
+    saved = {"model.w": torch.ones(2), "config": {"lr": 1}, "extra": {}}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    stock_save(saved, checkpoint_id=tmp_path / "in", planner=planner, no_dist=True)
+    plan = ckptctl.convert(tmp_path / "in", tmp_path / "out", to="dcp", only="all").plan
+    assert not plan.left_out
+    for name in ("in", "out"):
+        target: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "config": {"lr": 0}, "extra": {}}
+        stock_load(target, checkpoint_id=tmp_path / name, no_dist=True)
+        assert target["config"] == {"lr": 1} and torch.equal(target["model"]["w"], torch.ones(2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, quote_names
@@ -24,7 +25,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     make_content_file,
 )
-from ckptctl.formats.shared.leaves import join_path
+from ckptctl.formats.shared.leaves import has_empty_dict, join_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -117,6 +118,7 @@ class DcpFormat(ItemFormat, WritableFormat):
         from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
         from ckptctl.formats.dcp.metadata_writer import encode_metadata
 
+        request = _skip_empty_dicts(request)
         writer = DataFileBuilder()
         for position, shard in enumerate(assign_boxes_to_files(request)):
             writer.begin_file(f"__0_{position}.distcp")
@@ -139,6 +141,20 @@ class DcpFormat(ItemFormat, WritableFormat):
 def format_metadata_name(rank: int) -> str:
     """Return the metadata file name of *rank* in a save where each rank writes its own metadata."""
     return f"__{rank}{METADATA}"
+
+
+def _skip_empty_dicts(request: OutputRequest) -> OutputRequest:
+    """Return *request* without empty dictionaries, and add notes on them.
+
+    Stock ``dcp.load`` takes a checkpoint with a dictionary as a value for one of torch 2.3 or
+    earlier, in which every dictionary without tensors is a value. In such a checkpoint, empty
+    dictionaries are values, too.
+    """
+    names = [blob.name for blob in request.blobs if has_empty_dict(blob)]
+    if any(isinstance(blob.value, dict) and blob.value for blob in request.blobs):
+        return request
+    request.notes.explain("skipped", dict.fromkeys(names, "DCP stores no empty dictionaries"))
+    return replace(request, blobs=[blob for blob in request.blobs if not has_empty_dict(blob)])
 
 
 def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:

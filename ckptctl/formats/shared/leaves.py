@@ -164,6 +164,14 @@ def _build_container(level: Mapping[object, object]) -> object:
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
 
 
+def has_empty_dict(blob: Blob) -> bool:
+    """Return whether *blob* is an empty dictionary, or False if its value has not been read.
+
+    ``dcp.save`` stores no empty dictionaries, because it stores only the items of a dictionary.
+    """
+    return isinstance(blob.value, dict) and not blob.value
+
+
 def add_rank_prefix(rank: int, path: Path) -> Path:
     """Prepend the key ``rank_N`` to *path*, where N is *rank*."""
     return (f"rank_{rank}", *path)

@@ -50,3 +50,13 @@ def test_loading_state_may_skip_meta_pt_values(tmp_path: Path) -> None:
     report = ckptctl.load(state, tmp_path / "step")
     assert torch.equal(state["optimizer_0"]["w.exp_avg"], torch.ones(2))
     assert report.left_out.keys() == {"callbacks.best_model_score", "epoch"}
+
+
+def test_empty_dictionaries_of_checkpoint_are_not_unexpected(tmp_path: Path) -> None:
+    """No state has the key of an empty dictionary, since flattening it yields no leaves."""
+    saved = {"w": torch.ones(2), "epoch": 3, "loop": {"done": True, "extra": {}}, "empty": {}}
+    torch.save(saved, tmp_path / "in.pt")
+    state = {**saved, "w": torch.zeros(2), "epoch": 0}
+    report = ckptctl.load(state, tmp_path / "in.pt")
+    assert torch.equal(state["w"], saved["w"]) and state["epoch"] == 3
+    assert report.left_out.keys() == {"loop.extra", "empty"}
