@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl import formats
-from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Index, Path, TensorEntry
 from ckptctl.conversion.recognition.layout_change import add_virtual_sums, add_virtual_zeros
 from ckptctl.errors import RefusedError, format_option
 from ckptctl.formats.shared.leaves import join_path
@@ -129,6 +129,8 @@ class _StateMapper:
             for key in dict.fromkeys(self._iterate_parameters(composed)):
                 self.targets.setdefault(key, []).append(composed)
         self.counters: dict[str, str] = {}
+        # Parts of a target and their list, by keys of the list (without indices) and target.
+        self.lists: dict[tuple[tuple[str | int | None, ...], str], tuple[set[str], str]] = {}
         self.moments_by_pattern: dict[Path, dict[str, TensorEntry]] = {}
 
     def map_tensor(self, entry: TensorEntry) -> None:
@@ -226,9 +228,13 @@ class _StateMapper:
         """Map a non-tensor value, and rename parameters if the value is a list of names."""
         value = blob.value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            names = list(
-                dict.fromkeys(name for item in value for name in self._list_target_names(item))
-            )
+            parts: dict[str, set[str]] = {}
+            for item in value:
+                for name in self._list_target_names(item):
+                    parts.setdefault(name, set()).add(item)
+            for name, items in parts.items():
+                self._require_one_list(name, items, blob)
+            names = list(parts)
             if names != value:
                 blob = replace(blob, value=names, file=None)
         parameter = self._find_parameter(blob.name)
@@ -236,6 +242,22 @@ class _StateMapper:
             [blob.path] if parameter is None else self._list_target_paths(blob.path, parameter)
         ):
             self._add_blob(replace(blob, name=join_path(path), path=path), blob.name)
+
+    def _require_one_list(self, target: str, parts: set[str], blob: Blob) -> None:
+        """Raise if *blob* and another list, such as a parameter group, contain parts of *target*.
+
+        *parts* are the parameters in the list *blob* that become *target*.
+        """
+        siblings = tuple(None if isinstance(key, Index) else key for key in blob.path)
+        first_parts, first = self.lists.setdefault((siblings, target), (parts, blob.name))
+        if first_parts != parts:
+            pair = (min(first_parts - parts or first_parts), min(parts - first_parts or parts))
+            raise RefusedError(
+                "parameters that become one are in different parameter groups",
+                where=f"`{first}` and `{blob.name}`",
+                why=f"{' and '.join(f'`{name}`' for name in pair)} become `{target}`",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
+            )
 
     def _add_blob(self, blob: Blob, source: str) -> None:
         """Add *blob* to the output, or raise if merged parameters have different values for it."""

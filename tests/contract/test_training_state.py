@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
@@ -274,3 +276,30 @@ def test_tensors_with_same_target_name_are_refused(tmp_path: Path) -> None:
             assets=tmp_path / "assets",
         )
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("merged", ["gate_proj", "up_proj"])
+def test_merged_parameters_of_different_groups_are_refused(tmp_path: Path, merged: str) -> None:
+    """torch refuses an optimizer with a parameter in two groups."""
+    golden = Golden.read("qwen3.tied")
+    model = {name: value.float() for name, value in golden.state().items()}
+
+    def convert(grouped: list[str]) -> Any:
+        folder = tmp_path / f"model-{len(grouped)}"
+        groups = [grouped, [name for name in model if name not in grouped]]
+        settings = [{"lr": 0.1 * n, "params": names} for n, names in enumerate(groups)]
+        state = {name: {"exp_avg": value} for name, value in model.items()}
+        optimizer = {"state": state, "param_groups": settings}
+        stock_save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+        (folder / "config.json").write_text(json.dumps(golden.config))
+        out = tmp_path / "out.pt"
+        ckptctl.convert(folder, out, to="torch", to_layout="mcore", only="all")
+        return torch.load(out, weights_only=True)["optimizer"]["param_groups"]
+
+    with pytest.raises(RefusedError, match="different parameter groups") as caught:
+        convert([name for name in model if merged in name])
+    assert all(name in str(caught.value.why) for name in ("gate_proj", "up_proj", "linear_fc1"))
+    groups = convert([name for name in model if "gate_proj" in name or "up_proj" in name])
+    assert len(groups[0]["params"]) == len([name for name in model if "up_proj" in name])
+    assert not set(groups[0]["params"]) & set(groups[1]["params"])
