@@ -14,7 +14,7 @@ from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.conversion.replicas import require_equal_replicas, select_rank_replicas
 from ckptctl.errors import CkptError, MappingError, StorageError, format_option
 from ckptctl.planner.copying.blocks import build_view
-from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL_SUFFIX
+from ckptctl.planner.mapping.adapters import CANONICAL_SUFFIX
 from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.planner.strided import StridedTensor
@@ -87,12 +87,13 @@ def _lost_data_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
             why="the configuration or the model type states that they are tied",
             hint=f"pass {format_option('--untie')} to keep both",
         )
+    layouts = plan.change.family.layouts if plan.change.family else ()
     both = f"{plan.change.target_layout}{CANONICAL_SUFFIX}"
     return MappingError(
         f"`{key}` and `{lost.same_as.key}` have different values",
         where=plan.source.path,
         why=f"layout `{plan.change.target_layout}` stores them as one tensor",
-        hint=f"use layout `{both}`, which stores both" if both in ADAPTER_LAYOUTS else None,
+        hint=f"use layout `{both}`, which stores both" if both in layouts else None,
     )
 
 

@@ -303,3 +303,26 @@ def test_merged_parameters_of_different_groups_are_refused(tmp_path: Path, merge
     groups = convert([name for name in model if "gate_proj" in name or "up_proj" in name])
     assert len(groups[0]["params"]) == len([name for name in model if "up_proj" in name])
     assert not set(groups[0]["params"]) & set(groups[1]["params"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_different_steps_of_merged_parameters_have_no_adapter_hint(tmp_path: Path) -> None:
+    golden = Golden.read("qwen3.tied")
+    model = {name: value.float() for name, value in golden.state().items()}
+    folder = tmp_path / "model"
+    state = {
+        name: {"step": torch.tensor(float(n)), "exp_avg": value}
+        for n, (name, value) in enumerate(model.items())
+    }
+    saved = {"model": model, "optimizer": {"state": state}}
+    stock_save(saved, checkpoint_id=folder, no_dist=True)
+    (folder / "config.json").write_text(json.dumps(golden.config))
+    with pytest.raises(MappingError, match="have different values") as caught:
+        ckptctl.convert(
+            folder,
+            tmp_path / "out.pt",
+            to="torch",
+            to_layout="mcore",
+            only="all",
+        )
+    assert "canonical" not in str(caught.value.hint)
