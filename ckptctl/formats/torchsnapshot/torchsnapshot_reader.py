@@ -28,7 +28,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.findings import MISSING_TENSOR_MESSAGE, UNUSABLE_ERRORS, FaultCollector
 from ckptctl.formats.shared.indexes import ByteRange, parse_integers, require_tiled_files
-from ckptctl.formats.shared.leaves import flatten_object, join_path
+from ckptctl.formats.shared.leaves import build_nested_object, flatten_object, join_path
 from ckptctl.formats.shared.rank_archive import LocalShard, ShardedPart
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.stored_leaves import (
@@ -56,6 +56,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
 METADATA = ".snapshot_metadata"
+_Leaf = tuple[str, KeyPath, object]
 _Sizes = Mapping[str, int]
 """Sizes of the data files in bytes, by file name."""
 _RANK_SHARDED_TYPES = ("ShardedTensor", "DTensor")
@@ -76,8 +77,9 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         with wrap_malformed_errors("this is not the metadata of torchsnapshot", where):
             entries, rank_notes = read_manifest(files)
             sizes = read_file_sizes(files, entries, where, faults)
-            for entry in entries:
-                _add_entry(files, sizes, merger, entry)
+            leaves_by_entry = [(e, _read_entry(files, sizes, faults, e)) for e in entries]
+            for rank, file, keys, leaf in _join_plain_lists(leaves_by_entry):
+                merger.add_leaves(rank, file, [(keys, leaf)])
         leaves = merger.merge_leaves()
     sidecars = scan_sidecar_files(path, sizes)
     return replace(
@@ -91,8 +93,11 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
     )
 
 
-def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
-    faults, name = merger.faults, join_path(entry.path)
+def _read_entry(
+    files: SourceFiles, sizes: _Sizes, faults: FaultCollector, entry: ManifestEntry
+) -> list[_Leaf]:
+    """Read the leaves of *entry*, or return an empty list and add a finding if it is unreadable."""
+    name = join_path(entry.path)
     lost_boxes = tuple(
         (box, stored.file) for box, stored in entry.parts if stored.file in faults.unusable_files
     )
@@ -103,19 +108,59 @@ def _add_entry(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: Man
         )
         why = f"it is stored in `{file}`, which cannot be used"
         faults.findings.append(Finding(message, why, "error", file, name))
-        return
+        return []
     if lost_boxes:
         faults.lost[name] = lost_boxes
         entry = entry._replace(
             parts=[p for p in entry.parts if p[1].file not in faults.unusable_files]
         )
     try:
-        leaves = list(_read_leaves(files, sizes, entry))
+        return list(_read_leaves(files, sizes, entry))
     except UNUSABLE_ERRORS as error:
         faults.add_or_raise(error, tensor=name)
-        return
-    for file, path, leaf in leaves:
-        merger.add_leaves(entry.rank, file, [(path, leaf)])
+        return []
+
+
+def _join_plain_lists(
+    leaves_by_entry: Sequence[tuple[ManifestEntry, Sequence[_Leaf]]],
+) -> Iterator[tuple[int, str, KeyPath, object]]:
+    """Yield the rank, file, path and value of every leaf.
+
+    A list without tensors and dictionaries is a leaf, as in other formats. The items of a list stay
+    separate if some of them are missing on a rank.
+    """
+    separate: set[KeyPath] = set()
+    positions: dict[tuple[int, KeyPath], set[int]] = {}
+    for entry, leaves in leaves_by_entry:
+        values = [leaf for _, path, leaf in leaves if path == entry.path]
+        is_plain = len(values) == 1 and not isinstance(values[0], dict | StoredTensor | ShardedPart)
+        for depth, key in enumerate(entry.path):
+            if not isinstance(key, Index):
+                continue
+            positions.setdefault((entry.rank, entry.path[:depth]), set()).add(int(key))
+            if not is_plain or not all(isinstance(k, Index) for k in entry.path[depth:]):
+                separate.add(entry.path[:depth])
+    for (_, path), numbers in positions.items():
+        if max(numbers) >= len(numbers):
+            separate.update(path[:depth] for depth in range(len(path) + 1))
+    joined: dict[tuple[int, KeyPath], list[tuple[KeyPath, object]]] = {}
+    for entry, leaves in leaves_by_entry:
+        outermost = next(
+            (
+                entry.path[:depth]
+                for depth, key in enumerate(entry.path)
+                if isinstance(key, Index) and entry.path[:depth] not in separate
+            ),
+            None,
+        )
+        for file, path, leaf in leaves:
+            if outermost is None:
+                yield entry.rank, file, path, leaf
+            else:
+                items = joined.setdefault((entry.rank, outermost), [])
+                items.append((path[len(outermost) :], leaf))
+    for (rank, path), items in joined.items():
+        yield rank, "", path, build_nested_object(items)
 
 
 def _read_leaves(

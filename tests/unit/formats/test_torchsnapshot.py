@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 import ckptctl
 from ckptctl import formats
@@ -46,6 +47,18 @@ def test_all_values_convert_with_param_groups(source: Path, tmp_path: Path) -> N
     assert (group["lr"], group["betas"], group["foreach"]) == (0.01, (0.9, 0.999), None)
     assert group["params"] == [0, 1, 2, 3, 4, 5]
     assert set(found["optim"]["state"]) == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_param_groups_load_from_dcp_output(source: Path, tmp_path: Path) -> None:
+    """A list of plain values is one value of a DCP checkpoint."""
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
+    ckptctl.convert(source, tmp_path / "out", to="dcp", only="all")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    state["optim"]["param_groups"][0]["params"] = []
+    stock_load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert state["optim"]["param_groups"][0]["params"] == [0, 1, 2, 3, 4, 5]
+    assert ckptctl.diff(source, tmp_path / "out.pt").same
 
 
 @pytest.mark.slow
