@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -17,6 +17,7 @@ from ckptctl.conversion.recognition.roots import (
     unmatched_pattern_error,
 )
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
+from ckptctl.formats.shared.leaves import has_empty_dict
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
@@ -30,6 +31,7 @@ from ckptctl.verbs.comparison.diff_result import Side
 OUTSIDE_MODEL = "not part of the model"
 NO_KEY = "no key in layout {}"
 NOT_SELECTED = "not selected"
+EMPTY_DICT = "an empty dictionary, which DCP does not store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,11 @@ def pair_tensors(
     left_out_a = _explain_left_out(a, mapping.prefix, b, scope, names_a, trainer_names)
     left_out_b = _explain_left_out(b, mapping.root, a, scope, names_b, trainer_names)
     left_out_b |= mapping.notes.get_reasons("dropped")
+    names_from_b = {name for names in names_b.values() for name in names}
+    left_out_a |= _explain_empty_dicts(a, [name for name in a.blobs if name not in names_from_b])
+    left_out_b |= _explain_empty_dicts(
+        b, [name for name in b.blobs if names_a.keys().isdisjoint(names_b[name])]
+    )
     pairs = tuple(_iterate_pairs(a, b, mapping, left_out_a))
     leaves = tuple(
         leaf
@@ -205,6 +212,12 @@ def pair_tensors(
         _build_side(a, mapping.layout, used_a, left_out_a),
         _build_side(b, mapping.from_layout, used_b, left_out_b),
     )
+
+
+def _explain_empty_dicts(catalog: Catalog, unpaired_names: Iterable[str]) -> dict[str, str]:
+    """Map the empty dictionaries among *unpaired_names* to the reason why they may be missing."""
+    names = (name for name in unpaired_names if has_empty_dict(catalog.blobs[name]))
+    return dict.fromkeys(names, EMPTY_DICT)
 
 
 def _build_side(

@@ -48,6 +48,7 @@ class _VerificationState:
 
     path: TreePath
     format: str
+    opened_path: TreePath  # of the folder, if a model in it was read
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
     tensors: int = 0  # of other parts, not in the catalog
@@ -167,7 +168,7 @@ def verify_with_catalog(
         )
         if options.model and catalog is not None and _is_index_sound(state, catalog):
             _check_model(state, catalog, options, ranks, index_checks, passed=passed)
-        _verify_sibling_parts(state, formats.to_existing_path(path), options, progress, ranks)
+        _verify_sibling_parts(state, options, progress, ranks)
         raise_if_request_failed(state.path)
         opened = catalog.opened if catalog else None
         run_on_all_ranks(ranks, lambda: require_same_file(opened))
@@ -198,13 +199,12 @@ def verify_with_catalog(
 
 def _verify_sibling_parts(
     state: _VerificationState,
-    path: TreePath,
     options: VerifyOptions,
     progress: StartProgress,
     ranks: RankCollectives,
 ) -> None:
-    """Verify the optimizer folders next to the only model in *path*, and add the results."""
-    parts = formats.list_sibling_parts(path, state.listed_path)
+    """Verify the optimizer folders next to the only model in a folder, and add the results."""
+    parts = formats.list_sibling_parts(state.opened_path, state.listed_path)
     for part in parts:
         name = f"../{part.name}"
         try:
@@ -256,7 +256,7 @@ def _open_checkpoint(path: TreePath, options: VerifyOptions) -> _VerificationSta
     """Read the index. If a part of it cannot be read, add the error as a finding."""
     try:
         catalog = _read_catalog(path, options)
-        return _VerificationState(path, catalog.format, catalog)
+        return _VerificationState(path, catalog.format, path, catalog)
     except UNUSABLE_ERRORS as error:
         inner_path = (
             None
@@ -270,10 +270,9 @@ def _open_checkpoint(path: TreePath, options: VerifyOptions) -> _VerificationSta
         except CkptError:
             part = None
         if part is None or not part.findings:
-            return _VerificationState(
-                real, name, findings=[finding_from_error(error, get_checkpoint_folder(real))]
-            )
-        return _VerificationState(real, name, part, list(part.findings))
+            finding = finding_from_error(error, get_checkpoint_folder(real))
+            return _VerificationState(real, name, path, findings=[finding])
+        return _VerificationState(real, name, path, part, list(part.findings))
 
 
 def _read_catalog(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> Catalog:
