@@ -91,7 +91,7 @@ def change_shape(shape: list[int], kind: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["half", "transposed", "not gathered"])
-@pytest.mark.parametrize("name", one_in(27, GOLDEN))
+@pytest.mark.parametrize("name", one_in(81, GOLDEN))
 def test_commands_agree_on_conflicting_shapes(name: str, kind: str, tmp_path: Path) -> None:
     golden = GOLDEN[name]
     keys = [key for key, (_, shape) in golden.tensors.items() if shape]
