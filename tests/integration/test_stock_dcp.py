@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
@@ -106,7 +106,8 @@ def test_state_with_empty_dictionaries_loads_from_dcp_output(tmp_path: Path) -> 
     torch.save(state | empty, tmp_path / "in.pt")
     plan = ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", only="all").plan
     assert plan.left_out.keys() == {"extra", "nested.0", "nested.1.ordered"}
-    target = {"model": {"w": torch.zeros(2)}, "config": {**config, "lr": 0}} | empty
+    target: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "config": {**config, "lr": 0}}
+    target |= empty
     stock_load(target, checkpoint_id=tmp_path / "out", no_dist=True)
     assert target["config"] == config and torch.equal(target["model"]["w"], torch.ones(2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from ckptctl.errors import (
 from ckptctl.numerics.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
-from tests.checkpoints.golden import Golden
+from tests.checkpoints.golden import Golden, State
 from tests.contract.support import to_halves
 from tests.sweeps import one_in
 
@@ -568,7 +569,7 @@ def change_adapter(folder, change, **config):
     return save_peft(folder, change(adapter), **{"target_modules": ["q_proj", "k_proj"], **config})
 
 
-def drop(part):
+def drop(part: str) -> Callable[[State], State]:
     return lambda adapter: lacking(adapter, part)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_optimizer_next_to_only_model_is_verified_and_not_ignored(
     assert verified.verdict == "complete" and verified.tensors > alone.tensors
     assert any(file.startswith(f"../{part}/") for file in verified.files)
 
-    def list_uncompared(only: str) -> list[str]:
+    def list_uncompared(only: Literal["model", "all"]) -> list[str]:
         notes = ckptctl.diff(copy, copy, only=only).notes
         return [note for note in notes if note.startswith("A and B: not compared")]
 
@@ -119,7 +119,7 @@ def test_optimizer_next_to_only_model_is_verified_and_not_ignored(
     assert not list_uncompared("model")
 
     with pytest.raises(UsageError, match="the training state is in another checkpoint"):
-        ckptctl.consolidate(copy, tmp_path / "all", optimizer=True)
+        ckptctl.consolidate(copy, dst=tmp_path / "all", optimizer=True)
     notes = ckptctl.plan_conversion(copy, tmp_path / "model", to="hf").notes
     assert any(note.startswith("not copied (other checkpoints)") for note in notes)
 

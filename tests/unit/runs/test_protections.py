@@ -633,15 +633,15 @@ def write_delta(folder: Path, base: int, result: int) -> None:
     """Write a delta that removes tensors; a checkpoint of step N has 9 - N of them."""
     folder.mkdir()
     record = TensorRecord("uint8", (1,), hashlib.sha256(b"1").hexdigest())
-    digests = [
+    base_digest, result_digest = (
         compute_digest((f"w{number}", record) for number in range(9 - step))
         for step in (base, result)
-    ]
+    )
     tensors = {
         f"w{number}": TensorChange(record, record if number < 9 - result else None)
         for number in range(9 - base)
     }
-    manifest = DeltaManifest(SCHEMA, "zstd", 1 << 20, *digests, tensors=tensors, files={})
+    manifest = DeltaManifest(SCHEMA, "zstd", 1 << 20, base_digest, result_digest, tensors, {})
     (folder / MANIFEST).write_bytes(manifest.encode())
 
 

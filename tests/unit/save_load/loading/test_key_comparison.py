@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,12 @@ def test_loading_state_may_skip_meta_pt_values(tmp_path: Path) -> None:
 
 def test_empty_dictionaries_of_checkpoint_are_not_unexpected(tmp_path: Path) -> None:
     """No state has the key of an empty dictionary, since flattening it yields no leaves."""
-    saved = {"w": torch.ones(2), "epoch": 3, "loop": {"done": True, "extra": {}}, "empty": {}}
+    saved: dict[str, Any] = {
+        "w": torch.ones(2),
+        "epoch": 3,
+        "loop": {"done": True, "extra": {}},
+        "empty": {},
+    }
     torch.save(saved, tmp_path / "in.pt")
     state = {**saved, "w": torch.zeros(2), "epoch": 0}
     report = ckptctl.load(state, tmp_path / "in.pt")
