@@ -130,8 +130,11 @@ def _match_parameter(
         return
     present_names = [name for name in parameter_names if name in model_tensors]
     if not present_names:
-        rank = match_pattern(adapter_settings.rank_pattern, model_module, adapter_settings.rank)
-        if model_module + WEIGHT in model_tensors or adapter.tensors[module + A].shape[0] == rank:
+        ranks = [  # PEFT matches the name of the module, or of its weight if that is a target
+            match_pattern(adapter_settings.rank_pattern, name, adapter_settings.rank)
+            for name in (model_module, model_module + WEIGHT)
+        ]
+        if model_module + WEIGHT in model_tensors or adapter.tensors[module + A].shape[0] in ranks:
             return  # Factors of a linear layer, which the model may name differently.
         raise MappingError(
             "the model is missing a parameter of the adapter",
