@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -66,6 +66,9 @@ class Damaged:
         self.files = {
             str(item.relative_to(self.base)): item.read_bytes() for item in found if item.is_file()
         }
+        catalog = None if self.sample.refused else formats.open_checkpoint(self.copy)
+        is_alone = catalog is None or not formats.list_unread_parts(catalog)
+        self.only: Literal["model", "all"] = "all" if is_alone else "model"
         self.whole = None if self.sample.refused else self.converted()
         self.proven, self.tensors = self._read()
 
@@ -105,7 +108,7 @@ class Damaged:
         target = self.scratch / "out.pt"
         try:
             ckptctl.convert(
-                self.copy, target, to="torch", only="all", exclude=self.sample.exclude, jobs=1
+                self.copy, target, to="torch", only=self.only, exclude=self.sample.exclude, jobs=1
             )
             return target.read_bytes()
         finally:

@@ -70,7 +70,7 @@ def run(tmp_path: Path) -> Path:
 def aged(run: Path) -> None:
     for item in run.iterdir():
         if not item.name.startswith(".") and item.is_dir():
-            age(item, START + 60 * int(item.name.rpartition("-")[2]))
+            age(item, START + 60 * int(item.name.rpartition("-")[2].removesuffix(".delta")))
 
 
 def removed(run: Path, policy: Policy = LAST) -> list[str]:
