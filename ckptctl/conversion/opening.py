@@ -70,7 +70,7 @@ def detect_model(draft: Draft) -> Draft:
     try:
         model = recognize_model(draft.catalog, draft.assets.documents, draft.model.request)
     except MappingError as error:
-        if draft.model.request.layout and find_quantized_tensors(draft.catalog):
+        if draft.model.request.layout and not error.hint and find_quantized_tensors(draft.catalog):
             error.hint = (
                 f"omit {format_option('--from-layout')}, or pass "
                 f"{format_option('--dequantize bf16')}: the checkpoint is quantized"

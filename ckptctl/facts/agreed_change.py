@@ -18,6 +18,7 @@ from ckptctl.facts.agreement import (
     compare_statements,
     find_comparable_tensors,
     find_conflicting_shapes,
+    recognize_comparable,
 )
 from ckptctl.notes import Notes
 from ckptctl.planner.axes import SAME_MODEL_HINT
@@ -33,12 +34,14 @@ def compare_before_change(
     other tensors than its family.
     """
     family, *_ = resolve_family_and_layout(model, tensors, request)
-    is_copied = family is None
+    conflict = None
     selected_names = tensors if len(tensors) < len(model.tensors) else None
     if family is not None:
         compared = match_tensors(model, family, tensors, request)
     else:
-        family, compared = find_comparable_tensors(model, selected_names)
+        comparable = recognize_comparable(model)
+        conflict = find_conflicting_shapes(comparable, selected_names)
+        family, compared = find_comparable_tensors(comparable, selected_names)
     notes = compare_statements(
         family,
         model.described,
@@ -47,7 +50,7 @@ def compare_before_change(
         tensors=compared,
         trust_assets=request.trust_assets,
     )
-    if is_copied and (conflict := find_conflicting_shapes(model, selected_names)):
+    if conflict is not None:
         if conflict.severity != "warning":
             where, why = model.catalog.path, conflict.why
             raise MappingError(conflict.what, where=where, why=why, hint=SAME_MODEL_HINT)

@@ -150,13 +150,16 @@ def _find_contradictions(
     return by_file, tuple(contradictions_found)
 
 
-def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
+def find_contradictions(
+    model: Model, comparable: Model | None, files: Collection[str] = ()
+) -> tuple[Contradiction, ...]:
     """Return all contradictions among the files, options and tensors that describe a model.
 
     Every command uses this or :func:`compare_statements`.
 
     Args:
         model: The model.
+        comparable: Result of :func:`recognize_comparable`.
         files: Names of the files to compare, or empty to compare all files that describe the model.
 
     Raises:
@@ -164,40 +167,39 @@ def find_contradictions(model: Model, files: Collection[str] = ()) -> tuple[Cont
     """
     descriptions = iterate_descriptions(model.catalog)
     described = tuple(file for file in descriptions if not files or file.name in files)
-    family, tensors = find_comparable_tensors(model)
+    family, tensors = find_comparable_tensors(comparable)
     return _find_contradictions(family, described, {}, model.request.model_type, tensors)[1]
 
 
 def find_comparable_tensors(
-    model: Model, names: Collection[str] | None = None
+    comparable: Model | None, names: Collection[str] | None = None
 ) -> tuple[Family | None, ModelTensors | None]:
     """Return the family and the tensors to compare, or None for both if no family matches them.
 
-    Quantized tensors that are not in the family's tables are replaced by dequantized tensors.
-
     Args:
-        model: The model.
+        comparable: Result of :func:`recognize_comparable`.
         names: Names of the tensors with shapes to compare, or None for all tensors.
     """
-    comparable = _recognize_comparable(model)
     if comparable is None or comparable.model_type is None or not comparable.pairs:
         return None, None
     return _match_pair(comparable, *comparable.pairs[0], names)
 
 
-def find_conflicting_shapes(model: Model, names: Collection[str] | None = None) -> Finding | None:
+def find_conflicting_shapes(
+    comparable: Model | None, names: Collection[str] | None = None
+) -> Finding | None:
     """Return why shapes of a model's tensors fit no family that has the names, or None.
 
     The finding is a warning if the model has tensors that the families do not have, since other
     tensors may then have other shapes, too, as in the draft models of EAGLE-3.
 
     Args:
-        model: The model.
+        comparable: Result of :func:`recognize_comparable`.
         names: Names of the tensors with shapes to compare, or None for all tensors.
     """
-    comparable, conflict = _recognize_comparable(model), None
     if comparable is None:
         return None
+    conflict = None
     for name, layout in comparable.pairs:
         conflict = find_shape_conflict(*_match_pair(comparable, name, layout, names))
         if conflict is None:
@@ -222,7 +224,7 @@ def _match_pair(
     return family, ModelTensors(layout, matched, shapes)
 
 
-def _recognize_comparable(model: Model) -> Model | None:
+def recognize_comparable(model: Model) -> Model | None:
     """Recognize the model after dequantization if no table has the names of quantized tensors.
 
     The result is None if the tensors cannot be dequantized.

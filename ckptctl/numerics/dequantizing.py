@@ -135,16 +135,17 @@ def require_scales_kept(
     If all tensors are copied under their own names, only missing tensors are errors, and none are
     with *allow_missing*. Errors in weights whose tensors do not fit each other are then returned.
     """
-    is_copy = not renamed and dtype is None and catalog.tensors.keys() <= set(selected)
+    selected_names = set(selected)
+    is_copy = not renamed and dtype is None and catalog.tensors.keys() <= selected_names
     if (is_copy and allow_missing) or is_unquantized(catalog):
         return []
     survey = survey_leniently(catalog)
     for error in survey.errors.values():
         if isinstance(error, DamagedError) or (isinstance(error, UnsupportedError) and not is_copy):
             raise error
-    selected_weights = [weight for weight in survey.weights if weight.lead in selected]
+    selected_weights = [weight for weight in survey.weights if weight.lead in selected_names]
     without_scales = [
-        weight.lead for weight in selected_weights if not set(weight.names) <= set(selected)
+        weight.lead for weight in selected_weights if not selected_names.issuperset(weight.names)
     ]
     if without_scales:
         raise MappingError(
@@ -159,7 +160,7 @@ def require_scales_kept(
         require_quantized_uncast(catalog, selected, dtype, survey)
     if can_tell_missing_tensors(survey, read_quantization_config(catalog).method):
         selected_tensors = {
-            name: entry for name, entry in catalog.tensors.items() if name in selected
+            name: entry for name, entry in catalog.tensors.items() if name in selected_names
         }
         require_paired_scales(replace(catalog, tensors=selected_tensors))
     return [error for error in survey.errors.values() if isinstance(error, UnsupportedError)]

@@ -171,7 +171,7 @@ def sum_squares(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple
     if a == b and dtype_a == dtype_b:
         return norm, 0.0
     rounded_off = _subtract_rounding(a, b, x, y, dtype_a, dtype_b)
-    difference = y - x if rounded_off is None else x - y + rounded_off
+    difference = x - y if rounded_off is None else x - y + rounded_off
     return norm, float(torch.linalg.vector_norm(difference)) ** 2
 
 

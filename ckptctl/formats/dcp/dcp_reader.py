@@ -233,9 +233,8 @@ def _check_item_places(leaf: MetadataLeaf, faults: FaultCollector, *, zips: bool
     extents = leaf.extents
     if len({*zip(extents.files, extents.starts, strict=True)}) == len(extents):
         return
-    if zips and _has_raw_item_length(
-        leaf
-    ):  # chunks in one safetensors blob start at its first byte
+    # Chunks in one safetensors blob start at its first byte.
+    if zips and _has_raw_item_length(leaf):
         return
     first: dict[tuple[str, int, int], Box] = {}
     for offsets, sizes, file, start, length in extents.iterate_rows():

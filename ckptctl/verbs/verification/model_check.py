@@ -25,6 +25,7 @@ from ckptctl.facts.agreement import (
     TENSORS_DISAGREE,
     find_conflicting_shapes,
     find_contradictions,
+    recognize_comparable,
 )
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantization.statement import SIDECAR_METHODS
@@ -77,11 +78,12 @@ def check_model(model: Model, notes: Notes) -> ModelCheck:
         for name, why in missing_tensors.shapes.items()
     ]
     findings += find_quantization_problems(catalog)
-    findings += iterate_contradictions(model)
+    comparable = recognize_comparable(model)
+    findings += iterate_contradictions(model, comparable)
     last_ranks = None
     if "ranks" in formats.get_format(catalog.format).read_options and model.has_configuration:
         last_ranks = _find_missing_last_ranks(model)
-    if shapes_finding := last_ranks or find_conflicting_shapes(model):
+    if shapes_finding := last_ranks or find_conflicting_shapes(comparable):
         findings.append(shapes_finding)
     if not names:
         return ModelCheck(findings, "structure")
@@ -133,13 +135,13 @@ def is_determined_by_index(catalog: Catalog, notes: Notes) -> bool:
     return not reads_files and not any(str(catalog.root) in note.text for note in notes)
 
 
-def iterate_contradictions(model: Model) -> Iterator[Finding]:
+def iterate_contradictions(model: Model, comparable: Model | None) -> Iterator[Finding]:
     """Yield findings about recorded facts of a model that config files or tensors contradict."""
     try:
-        contradictions = find_contradictions(model)
+        contradictions = find_contradictions(model, comparable)
     except MappingError as error:
         message = "cannot interpret the description of the model"
-        severity: Severity = "unknown" if _is_config_misread(model) else "warning"
+        severity: Severity = "unknown" if _is_config_misread(model, comparable) else "warning"
         yield Finding(message, error.summary, severity, basis="model")
         return
     for contradiction in contradictions:
@@ -148,10 +150,10 @@ def iterate_contradictions(model: Model) -> Iterator[Finding]:
         yield Finding(message, why, "unknown", basis="model")
 
 
-def _is_config_misread(model: Model) -> bool:
+def _is_config_misread(model: Model, comparable: Model | None) -> bool:
     """Return whether config.json cannot be interpreted, although transformers loads it."""
     try:
-        find_contradictions(model, (CONFIG,))
+        find_contradictions(model, comparable, (CONFIG,))
     except MappingError:
         return True
     return False
