@@ -258,6 +258,7 @@ class Format(ABC):
         part_names: Pattern for names of files that are not a checkpoint on their own, or None.
         data_folders: Pattern for names of folders that only contain data files of the checkpoint,
             or None if there are no such folders.
+        stores_empty_dicts: Whether checkpoints contain empty dictionaries of the saved state.
         wholeness: Human-readable criteria for a complete checkpoint. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that the format was tested against, in one line.
@@ -281,6 +282,7 @@ class Format(ABC):
     yields_to: ClassVar[frozenset[str]] = frozenset()
     part_names: ClassVar[re.Pattern[str] | None] = None
     data_folders: ClassVar[re.Pattern[str] | None] = None
+    stores_empty_dicts: ClassVar[bool] = True
     wholeness: ClassVar[str] = ""
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""

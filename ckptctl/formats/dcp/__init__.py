@@ -39,6 +39,8 @@ class ItemFormat(Format):
     Items must be read to find the byte ranges of the elements.
     """
 
+    stores_empty_dicts = False
+
     def resolve_codecs(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve_codecs`."""
         from ckptctl.formats.dcp.dcp_reader import resolve_dcp_items

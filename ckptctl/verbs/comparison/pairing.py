@@ -31,7 +31,7 @@ from ckptctl.verbs.comparison.diff_result import Side
 OUTSIDE_MODEL = "not part of the model"
 NO_KEY = "no key in layout {}"
 NOT_SELECTED = "not selected"
-EMPTY_DICT = "an empty dictionary, which DCP does not store"
+EMPTY_DICT = "an empty dictionary, which format {} does not store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +184,9 @@ def pair_tensors(
     left_out_b = _explain_left_out(b, mapping.root, a, scope, names_b, trainer_names)
     left_out_b |= mapping.notes.get_reasons("dropped")
     names_from_b = {name for names in names_b.values() for name in names}
-    left_out_a |= _explain_empty_dicts(a, [name for name in a.blobs if name not in names_from_b])
+    left_out_a |= _explain_empty_dicts(a, [n for n in a.blobs if n not in names_from_b], b.format)
     left_out_b |= _explain_empty_dicts(
-        b, [name for name in b.blobs if names_a.keys().isdisjoint(names_b[name])]
+        b, [n for n in b.blobs if names_a.keys().isdisjoint(names_b[n])], a.format
     )
     pairs = tuple(_iterate_pairs(a, b, mapping, left_out_a))
     leaves = tuple(
@@ -214,10 +214,14 @@ def pair_tensors(
     )
 
 
-def _explain_empty_dicts(catalog: Catalog, unpaired_names: Iterable[str]) -> dict[str, str]:
-    """Map the empty dictionaries among *unpaired_names* to the reason why they may be missing."""
+def _explain_empty_dicts(
+    catalog: Catalog, unpaired_names: Iterable[str], other_format: str
+) -> dict[str, str]:
+    """Map the empty dictionaries among *unpaired_names* to the reason why the other has none."""
+    if formats.get_format(other_format).stores_empty_dicts:
+        return {}
     names = (name for name in unpaired_names if has_empty_dict(catalog.blobs[name]))
-    return dict.fromkeys(names, EMPTY_DICT)
+    return dict.fromkeys(names, EMPTY_DICT.format(other_format))
 
 
 def _build_side(

@@ -466,3 +466,13 @@ def test_only_model_ignores_numbered_optimizers(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "b.pt")
     assert not ckptctl.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
     assert ckptctl.diff(tmp_path / "a.pt", tmp_path / "b.pt", only="model").same
+
+
+def test_empty_dictionary_is_a_difference_unless_format_stores_none(tmp_path):
+    state = {"w": torch.ones(2), "step": 1}
+    torch.save({**state, "extra": {}}, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.pt")
+    assert not ckptctl.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
+    ckptctl.convert(tmp_path / "a.pt", tmp_path / "dcp", to="dcp", only="all")
+    for pair in (("a.pt", "dcp"), ("dcp", "a.pt")):
+        assert ckptctl.diff(*(tmp_path / name for name in pair)).same
