@@ -23,7 +23,7 @@ complex rotations, in which a pair is ``2j, 2j + 1`` (Su et al., "RoFormer", arX
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -330,7 +330,8 @@ class Family:
         for tensor in tensors:
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
             if leaves:
-                tensor_by_name[tensor.name] = replace(tensor, leaves=leaves)
+                has_all = len(leaves) == len(tensor.leaves)
+                tensor_by_name[tensor.name] = tensor if has_all else replace(tensor, leaves=leaves)
         return tensor_by_name
 
     def find_tensors(self, names: Iterable[str]) -> Iterator[LogicalTensor]:
@@ -406,16 +407,34 @@ class Family:
         """List the declared shifts of *layout*, which describe how it numbers different layers."""
         return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE_SUFFIX)]
 
+    def get_skeletons(self, layout: str) -> Collection[str]:
+        """Return the skeletons of all keys of *layout*, without building its lookup table."""
+        if layout in self.layouts:
+            return self._skeletons[layout]
+        return self.get_layout(layout).table.skeletons
+
+    @cached_property
+    def _skeletons(self) -> Mapping[str, set[str]]:
+        """Skeletons of the keys of each layout for whole models."""
+        skeletons: dict[str, set[str]] = {name: set() for name in self.layouts}
+        for tensor in self.tensors.values():
+            for layout, leaf in tensor.leaves.items():
+                skeletons[layout].update(leaf.key.skeletons)
+        for drop in self.drops:
+            if drop.layout in skeletons:
+                skeletons[drop.layout].update(Template.parse(drop.key).skeletons)
+        return skeletons
+
     def get_layout(self, name: str) -> Layout:
         """Get the layout named *name*, and build its lookup table on first use.
 
         Raises:
             UsageError: The family has no such layout.
         """
-        if name not in (*self.layouts, *self.base_layouts):
-            raise self._unknown_layout_error(name)
         if name in self._layout_cache:
             return self._layout_cache[name]
+        if name not in (*self.layouts, *self.base_layouts):
+            raise self._unknown_layout_error(name)
         column = name.removesuffix(_BASE_SUFFIX)
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]

@@ -206,14 +206,15 @@ class _Row(NamedTuple):
     def build_tensor(
         self, like: Mapping[str, str], prefixes: Prefixes, layer_words: frozenset[str]
     ) -> LogicalTensor:
-        inherited_cells = {
-            layout: _replace_prefix(self.cells.get(origin), prefixes.get(layout, {}))
-            for layout, origin in like.items()
-            if layout not in self.cells
-        }
+        cells = dict(self.cells)
+        for layout, origin in like.items():
+            if layout not in self.cells:
+                cell = self.cells.get(origin)
+                renames = prefixes.get(layout)
+                cells[layout] = _replace_prefix(cell, renames) if cell and renames else cell
         leaves = {
             layout: _build_leaf(cell, self.axes, self.indices, layer_words)
-            for layout, cell in {**self.cells, **inherited_cells}.items()
+            for layout, cell in cells.items()
             if cell
         }
         return LogicalTensor(
@@ -228,10 +229,10 @@ class _Row(NamedTuple):
         )
 
 
-def _replace_prefix(cell: _Cell | None, prefixes: Mapping[str, str]) -> _Cell | None:
+def _replace_prefix(cell: _Cell, prefixes: Mapping[str, str]) -> _Cell:
     """Replace the longest prefix of the key of *cell* that *prefixes* contain."""
-    matching = [prefix for prefix in prefixes if cell and cell.key.startswith(prefix)]
-    if cell is None or not matching:
+    matching = [prefix for prefix in prefixes if cell.key.startswith(prefix)]
+    if not matching:
         return cell
     old = max(matching, key=len)
     return cell._replace(key=prefixes[old] + cell.key.removeprefix(old))
@@ -243,8 +244,10 @@ def _build_leaf(
 ) -> Leaf:
     """Build the leaf for a cell. Families with equal cells share one cached leaf."""
     key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
-    spread = tuple(index for index in key.indices if index not in {*indices, *layer_words})
-    if not cell.axes:
+    spread: tuple[str, ...] = ()
+    if key.indices != indices:
+        spread = tuple(index for index in key.indices if index not in {*indices, *layer_words})
+    if spread and not cell.axes:
         kept_groups = (tuple(axis for axis in group if axis not in spread) for group in dims)
         dims = tuple(
             group for group, old in zip(kept_groups, dims, strict=True) if group or not old

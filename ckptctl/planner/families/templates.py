@@ -11,7 +11,7 @@ may consist of several parts and contain numbers, as in ``blocks.{n=1.0|1.2|2.1}
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import compress
@@ -74,8 +74,16 @@ class Template:
             ValueError: An index is not a complete part of the key.
         """
         slots, skeleton_parts, indices = [], [], []
-        words = {match[1]: tuple(match[2].split("|")) for match in _WORD_CHOICES.finditer(text)}
-        for part in _WORD_CHOICES.sub(r"{\1}", text).split("."):
+        words: dict[str, tuple[str, ...]] = {}
+        parts = text
+        if "=" in text:
+            words = {match[1]: tuple(match[2].split("|")) for match in _WORD_CHOICES.finditer(text)}
+            parts = _WORD_CHOICES.sub(r"{\1}", text)
+        # Families have thousands of keys, and most parts are words, so cheap checks come first.
+        for part in parts.split("."):
+            if part.isidentifier() and not part.startswith(_SHARD):
+                skeleton_parts.append(part)
+                continue
             before = _SHARD if part.startswith(_SHARD) else ""
             part = part.removeprefix(before)
             index = _INDEX.match(part)
@@ -124,6 +132,13 @@ class Template:
             replace(template, fixed=((self.word_index, n),)) for n, template in enumerate(templates)
         )
 
+    @property
+    def skeletons(self) -> tuple[str, ...]:
+        """The skeletons of all keys that the template matches, one for each word."""
+        if not self.words:
+            return (self.skeleton,)
+        return tuple(variant.skeleton for variant in self.word_variants)
+
     def to_index_values(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
         """Map index names to the numbers of a key, or return None if these do not match."""
         if len(numbers) != len(self.slots):
@@ -162,6 +177,11 @@ class TemplateTable(Generic[T]):
         for template, meaning in entries:
             for variant in template.word_variants if template.words else (template,):
                 self._by_skeleton.setdefault(variant.skeleton, []).append((variant, meaning))
+
+    @property
+    def skeletons(self) -> Collection[str]:
+        """The skeletons of all keys that a template matches."""
+        return self._by_skeleton.keys()
 
     def list_entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
         """List each template that has *skeleton*, with its value, in order of precedence."""

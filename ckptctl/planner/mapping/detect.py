@@ -177,12 +177,11 @@ def _list_plausible_layouts(
     prefixes = {kind.skeleton.partition(".")[0] + "." for kind in known_kinds}
     prefixes.add(f"{arguments.root.rstrip('.').rpartition('.')[2]}.")
     base_layouts = family.base_layouts if family.wrapper_prefix not in prefixes else ()
-    tables = {name: family.get_layout(name).table for name in (*family.layouts, *base_layouts)}
+    skeletons = {name: family.get_skeletons(name) for name in (*family.layouts, *base_layouts)}
     return [
         name
-        for name, table in tables.items()
-        if sum(len(kind.keys) for kind in known_kinds if table.list_entries(kind.skeleton))
-        >= min_keys
+        for name, known in skeletons.items()
+        if sum(len(kind.keys) for kind in known_kinds if kind.skeleton in known) >= min_keys
     ]
 
 
