@@ -57,14 +57,9 @@ def select_tensors(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _add_module_states(selection, catalog)
     expected_names = tuple(selection.tensors)
-    unread = formats.list_unread_parts(catalog)
-    if unread and draft.includes_training_state and not selection.rest:
-        raise UsageError(
-            "the training state is in another checkpoint",
-            where=catalog.path.parent,
-            why=f"only `{catalog.path.name}` was read, not {quote_names(unread)}",
-            hint="convert each of these folders separately",
-        )
+    if draft.includes_training_state and not selection.rest:
+        _require_no_unread_state(catalog)
+        notes.add("the checkpoint contains no training state")
     if selection.rest and not draft.includes_training_state:
         why = f"not part of the model ({draft.keep_hint})"
         notes.explain("skipped", dict.fromkeys(selection.rest, why))
@@ -166,6 +161,25 @@ def _add_module_states(selection: ModelLeaves, catalog: Catalog) -> ModelLeaves:
     states = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
     rest = tuple(name for name in selection.rest if name not in states)
     return replace(selection, blobs={**selection.blobs, **states}, rest=rest)
+
+
+def _require_no_unread_state(catalog: Catalog) -> None:
+    """Raise if training state is next to the model of *catalog*, which contains none."""
+    if folders := formats.list_unread_parts(catalog):
+        raise UsageError(
+            "the training state is in another checkpoint",
+            where=catalog.path.parent,
+            why=f"only `{catalog.path.name}` was read, not {quote_names(folders)}",
+            hint="convert each of these folders separately",
+        )
+    files = formats.list_unread_trainer_files(catalog)
+    if optimizer := next((name for name in files if name.startswith("optimizer")), None):
+        raise UsageError(
+            "the training state is in separate files",
+            where=catalog.root,
+            why=f"{quote_names(files)} were not read",
+            hint=f"convert `{optimizer}` separately",
+        )
 
 
 def _find_incomplete(

@@ -40,6 +40,7 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.shared.findings import downgrade_unproven_findings, finding_from_error
+from ckptctl.formats.sidecar_files import list_trainer_files
 from ckptctl.storage.paths import build_path_hint, expand_home, resolve_source_path
 from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
 from ckptctl.storage.urls import to_path_text
@@ -461,6 +462,15 @@ def list_unread_parts(catalog: Catalog) -> list[str]:
     """List the names of the parts next to the model of *catalog*, which it does not contain."""
     path = catalog.opened[0] if catalog.opened else catalog.path
     return [part.name for part in list_sibling_parts(path, catalog.path)]
+
+
+def list_unread_trainer_files(catalog: Catalog) -> list[str]:
+    """List the files with training state next to the model of *catalog* that are not part of it."""
+    folder = catalog.opened[0] if catalog.opened else catalog.path
+    if not folder.is_dir():
+        return []
+    names = (item.name for item in list_trainer_files(folder))
+    return [name for name in names if folder != catalog.root or name not in catalog.files]
 
 
 def _find_newer_sibling(checkpoint: TreePath) -> TreePath | None:

@@ -36,6 +36,11 @@ QUANTIZATION_CONFIGS = (
     "quantization_config.json",
     "quantize_config.json",
 )
+TRAINER_FILES = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
+    re.ASCII,
+)
+"""File names that transformers' Trainer and accelerate write by ``torch.save`` next to a model."""
 GLOBS_BY_KIND: Mapping[str, tuple[str, ...]] = {
     "configuration": (
         *("config.json", "configuration.json", *QUANTIZATION_CONFIGS, "recipe.yaml"),
@@ -202,6 +207,15 @@ def scan_root_and_subfolder(
         {**outer.others, **{f"{folder}/{name}": why for name, why in inner.others.items()}},
         {**inner.documents, **outer.documents},
     )
+
+
+def list_trainer_files(folder: TreePath) -> list[TreePath]:
+    """List the files in *folder* with training state that a trainer saved apart from the model."""
+    return [
+        item
+        for item in sorted(folder.iterdir())
+        if TRAINER_FILES.fullmatch(item.name) and item.is_file()
+    ]
 
 
 def find_file_kind(name: str) -> str | None:

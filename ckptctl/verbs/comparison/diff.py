@@ -336,9 +336,16 @@ def _list_source_notes(a: Catalog, b: Catalog, options: DiffOptions) -> tuple[st
     sides_by_note: dict[str, list[str]] = {}
     for side, catalog in (("A", a), ("B", b)):
         notes = list(catalog.notes)
-        unread = formats.list_unread_parts(catalog) if options.only == "all" else []
-        if unread:
-            notes.append(f"not compared (other checkpoints): {quote_names(unread)}")
+        if options.only == "all":
+            unread = {
+                "other checkpoints": formats.list_unread_parts(catalog),
+                "separate files": formats.list_unread_trainer_files(catalog),
+            }
+            notes += [
+                f"not compared ({kind}): {quote_names(names)}"
+                for kind, names in unread.items()
+                if names
+            ]
         for note in notes:
             sides_by_note.setdefault(note, []).append(side)
     return tuple(f"{' and '.join(sides)}: {note}" for note, sides in sides_by_note.items())

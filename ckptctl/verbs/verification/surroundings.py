@@ -22,6 +22,7 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Listing
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, read_pointer
+from ckptctl.formats.sidecar_files import list_trainer_files
 from ckptctl.storage.crc import find_digest_algorithm
 from ckptctl.storage.destinations import get_staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
@@ -40,11 +41,6 @@ MIN_FOLDER_ITEMS = 10_000
 FOLDER_ITEMS_PER_FILE = 8
 """Items of a data folder that are listed at most: a minimum, and more per data file."""
 DATA_SUFFIXES = (".distcp", ".safetensors")
-TRAINER_FILES = re.compile(
-    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
-    re.ASCII,
-)
-"""File names that transformers' Trainer and accelerate write by ``torch.save`` next to a model."""
 LEFTOVER_NAME = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
     r"|.*-tmp-\d+",
@@ -86,8 +82,8 @@ def check_surroundings(
     for folder in sorted(folders):
         yield from _check_stray_files(root, folder, catalog, data_folders)
     yield from _iterate_empty_folders(root, data_files)
-    if catalog and catalog.format == HF:
-        yield from _check_trainer_state(root)
+    for folder in sorted({path, root}):
+        yield from _check_trainer_state(folder, root, data_files)
     # Damaged checkpoints are not compared: their findings would be blamed on the shards.
     undamaged = catalog if catalog and not catalog.findings else None
     if undamaged and undamaged.format == HF and (root / SHARDED).is_dir():
@@ -96,16 +92,19 @@ def check_surroundings(
         yield from _check_pointers(folder)
 
 
-def _check_trainer_state(folder: TreePath) -> Iterator[Finding]:
-    """Yield findings about truncated trainer state files next to a model."""
-    for item in sorted(folder.iterdir()):
-        if (
-            TRAINER_FILES.fullmatch(item.name)
-            and item.is_file()
-            and (why := explain_incomplete(item))
-        ):
+def _check_trainer_state(
+    folder: TreePath, root: TreePath, data_files: Collection[str]
+) -> Iterator[Finding]:
+    """Yield findings about truncated trainer state files in *folder*.
+
+    *data_files* are the files in *root* that belong to the checkpoint itself.
+    """
+    for item in list_trainer_files(folder):
+        is_data = folder == root and item.name in data_files
+        if not is_data and (why := explain_incomplete(item)):
             message = "a file of the trainer's state was not completely written"
-            yield Finding(message, why, "error", item.name)
+            name = item.name if folder == root else f"../{item.name}"
+            yield Finding(message, why, "error", name)
 
 
 def _compare_shards(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:

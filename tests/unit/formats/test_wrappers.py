@@ -132,6 +132,37 @@ def test_optimizer_next_to_only_model_is_verified_and_not_ignored(
     assert ckptctl.verify(copy).errors[0].file == f"../{part}/.metadata"
 
 
+def test_files_of_a_trainer_next_to_the_model_are_named_and_not_ignored(
+    data: Path, tmp_path: Path
+) -> None:
+    folder = data / "wrappers/hf_trainer/ckpt/checkpoint-6"
+    with pytest.raises(UsageError, match="in separate files") as caught:
+        ckptctl.plan_conversion(folder, tmp_path / "all", to="dcp", only="all")
+    assert caught.value.hint == "convert `optimizer.pt` separately"
+    (note,) = ckptctl.diff(folder, folder, only="all").notes
+    assert note.startswith("A and B: not compared (separate files): `optimizer.pt`, ")
+    assert not ckptctl.diff(folder, folder, only="model").notes
+
+
+def test_option_to_keep_training_state_is_noted_without_effect(data: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(data / "wrappers/hf_trainer/ckpt/checkpoint-6", model)
+    (model / "optimizer.pt").unlink()
+    plan = ckptctl.plan_conversion(model, tmp_path / "out", to="dcp", only="all")
+    assert "the checkpoint contains no training state" in plan.notes
+
+
+def test_truncated_state_of_a_trainer_next_to_its_folders_is_damaged(
+    data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(data / "wrappers/accelerate_dcp/ckpt", copy)
+    assert ckptctl.verify(copy).verdict == "complete"
+    (copy / "random_states_0.pkl").write_bytes(b"")
+    (finding,) = ckptctl.verify(copy).errors
+    assert (finding.file, finding.why) == ("../random_states_0.pkl", "it is empty")
+
+
 def test_interrupted_megatron_save_is_damaged(data: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sample(data, "megatron")[0], copy)
