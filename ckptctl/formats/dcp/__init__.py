@@ -25,7 +25,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     make_content_file,
 )
-from ckptctl.formats.shared.leaves import has_empty_dict, join_path
+from ckptctl.formats.shared.leaves import is_empty_dict, join_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -152,11 +152,11 @@ def _skip_empty_dicts(request: OutputRequest) -> OutputRequest:
     earlier, in which every dictionary without tensors is a value. In such a checkpoint, empty
     dictionaries are values, too.
     """
-    names = [blob.name for blob in request.blobs if has_empty_dict(blob)]
+    names = [blob.name for blob in request.blobs if is_empty_dict(blob)]
     if any(isinstance(blob.value, dict) and blob.value for blob in request.blobs):
         return request
     request.notes.explain("skipped", dict.fromkeys(names, "DCP stores no empty dictionaries"))
-    return replace(request, blobs=[blob for blob in request.blobs if not has_empty_dict(blob)])
+    return replace(request, blobs=[blob for blob in request.blobs if not is_empty_dict(blob)])
 
 
 def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _build_container(level: Mapping[object, object]) -> object:
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
 
 
-def has_empty_dict(blob: Blob) -> bool:
+def is_empty_dict(blob: Blob) -> bool:
     """Return whether *blob* is an empty dictionary, or False if its value has not been read.
 
     ``dcp.save`` stores no empty dictionaries, because it stores only the items of a dictionary.

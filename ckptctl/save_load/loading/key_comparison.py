@@ -11,7 +11,7 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.conversion.recognition.roots import is_training_state, list_container_prefixes
 from ckptctl.errors import MappingError, find_nearest, quote_names
 from ckptctl.formats.dcp.dcp_reader import COMPANION_FILE
-from ckptctl.formats.shared.leaves import has_empty_dict
+from ckptctl.formats.shared.leaves import is_empty_dict
 from ckptctl.numerics.quantized import find_quantized_tensors
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.load_options import LoadReport, Strict
@@ -121,7 +121,7 @@ def compare_keys(
         if name in rank_keys:
             return "it belongs to a single rank"
         blob = catalog.blobs.get(name)
-        if blob and has_empty_dict(blob):
+        if blob and is_empty_dict(blob):
             return "it is an empty dictionary"
         entry = catalog.tensors.get(name)
         if entry and entry.alias_of in read:

@@ -17,7 +17,7 @@ from ckptctl.conversion.recognition.roots import (
     unmatched_pattern_error,
 )
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
-from ckptctl.formats.shared.leaves import has_empty_dict
+from ckptctl.formats.shared.leaves import is_empty_dict
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
@@ -220,7 +220,7 @@ def _explain_empty_dicts(
     """Map the empty dictionaries among *unpaired_names* to the reason why the other has none."""
     if formats.get_format(other_format).stores_empty_dicts:
         return {}
-    names = (name for name in unpaired_names if has_empty_dict(catalog.blobs[name]))
+    names = (name for name in unpaired_names if is_empty_dict(catalog.blobs[name]))
     return dict.fromkeys(names, EMPTY_DICT.format(other_format))
 
 
