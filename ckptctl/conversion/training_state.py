@@ -225,36 +225,53 @@ class _StateMapper:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def map_blob(self, blob: Blob) -> None:
-        """Map a non-tensor value, and rename parameters if the value is a list of names."""
-        value = blob.value
-        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            parts: dict[str, set[str]] = {}
-            for item in value:
-                for name in self._list_target_names(item):
-                    parts.setdefault(name, set()).add(item)
-            for name, items in parts.items():
-                self._require_one_list(name, items, blob)
-            names = list(parts)
-            if names != value:
-                blob = replace(blob, value=names, file=None)
+        """Map a non-tensor value, and rename the parameters in lists of names in the value."""
+        value = self._rename_parameters(blob.value, blob.path)
+        if value != blob.value:
+            blob = replace(blob, value=value, file=None)
         parameter = self._find_parameter(blob.name)
         for path in (
             [blob.path] if parameter is None else self._list_target_paths(blob.path, parameter)
         ):
             self._add_blob(replace(blob, name=join_path(path), path=path), blob.name)
 
-    def _require_one_list(self, target: str, parts: set[str], blob: Blob) -> None:
-        """Raise if *blob* and another list, such as a parameter group, contain parts of *target*.
+    def _rename_parameters(self, value: object, path: Path) -> object:
+        """Return *value* with the names of the output in all lists of parameter names.
 
-        *parts* are the parameters in the list *blob* that become *target*.
+        Saves of torch 2.3 and earlier contain ``param_groups`` as a single value.
         """
-        siblings = tuple(None if isinstance(key, Index) else key for key in blob.path)
-        first_parts, first = self.lists.setdefault((siblings, target), (parts, blob.name))
+        if isinstance(value, dict):
+            return {
+                key: self._rename_parameters(item, (*path, str(key))) for key, item in value.items()
+            }
+        if not isinstance(value, list) or not value:
+            return value
+        if not all(isinstance(item, str) for item in value):
+            return [
+                self._rename_parameters(item, (*path, Index(position)))
+                for position, item in enumerate(value)
+            ]
+        parts: dict[str, set[str]] = {}
+        for item in value:
+            for name in self._list_target_names(item):
+                parts.setdefault(name, set()).add(item)
+        for name, items in parts.items():
+            self._require_one_list(name, items, path)
+        return list(parts)
+
+    def _require_one_list(self, target: str, parts: set[str], path: Path) -> None:
+        """Raise if two lists, such as those of two parameter groups, contain parts of *target*.
+
+        *parts* are the parameters that become *target* in the list at *path*.
+        """
+        siblings = tuple(None if isinstance(key, Index) else key for key in path)
+        name = join_path(path)
+        first_parts, first = self.lists.setdefault((siblings, target), (parts, name))
         if first_parts != parts:
             pair = (min(first_parts - parts or first_parts), min(parts - first_parts or parts))
             raise RefusedError(
                 "parameters that become one are in different parameter groups",
-                where=f"`{first}` and `{blob.name}`",
+                where=f"`{first}` and `{name}`",
                 why=f"{' and '.join(f'`{name}`' for name in pair)} become `{target}`",
                 hint=f"pass {format_option('--only model')}, or keep the layout",
             )
