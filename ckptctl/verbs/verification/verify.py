@@ -51,8 +51,8 @@ class _VerificationState:
     opened_path: TreePath  # of the folder, if a model in it was read
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
-    tensors: int = 0  # of other parts, not in the catalog
-    files: dict[str, int] = field(default_factory=dict)  # likewise
+    sibling_tensors: int = 0  # of the optimizer folders next to the model
+    sibling_files: dict[str, int] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
     verified_tensors: int = 0
     compared: bool | None = None
@@ -63,7 +63,7 @@ class _VerificationState:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there are no findings except warnings."""
         return decide_verdict(self.findings) is Verdict.COMPLETE
 
@@ -156,7 +156,7 @@ def verify_with_catalog(
         if catalog is not None:
             state.findings += check_structure(catalog, index_passed=passed)
             _verify_data(state, catalog, options, progress, ranks)
-        has_read_data = options.level == "full" and state.complete
+        has_read_data = options.level == "full" and state.is_complete
 
         def check_nearby_files() -> list[Finding]:
             return list(check_surroundings(state.path, catalog, values=has_read_data))
@@ -178,8 +178,8 @@ def verify_with_catalog(
         path=redact_path(path),
         format=state.format,
         level=options.level,
-        tensors=state.tensors + (len(catalog.tensors) if catalog else 0),
-        files={**(catalog.files if catalog else {}), **state.files},
+        tensors=state.sibling_tensors + (len(catalog.tensors) if catalog else 0),
+        files={**(catalog.files if catalog else {}), **state.sibling_files},
         verified=state.verified,
         verified_tensors=state.verified_tensors if options.level == "full" else None,
         bytes_read=state.bytes_read,
@@ -221,8 +221,8 @@ def _verify_sibling_parts(
             replace(finding, file=f"{name}/{finding.file}" if finding.file else name)
             for finding in result.findings
         ]
-        state.tensors += result.tensors
-        state.files |= {f"{name}/{file}": size for file, size in result.files.items()}
+        state.sibling_tensors += result.tensors
+        state.sibling_files |= {f"{name}/{file}": size for file, size in result.files.items()}
         state.verified |= {f"{name}/{file}": size for file, size in result.verified.items()}
         state.verified_tensors += result.verified_tensors or 0
         state.bytes_read += result.bytes_read
@@ -343,7 +343,7 @@ def _check_model(
     """Compare the tensors with the model type, or reuse the result of an equal index."""
     if index_checks and passed:
         state.scope, texts = index_checks.scope, index_checks.notes.get_texts()
-        state.notes += texts if state.complete else strip_structure_claim(texts)
+        state.notes += texts if state.is_complete else strip_structure_claim(texts)
         return
     # Model types and their facts are slow to import.
     from ckptctl.conversion.recognition.model import (
@@ -373,7 +373,7 @@ def _check_model(
     state.findings += checked.evidence
     state.scope, state.reference = checked.scope, checked.reference
     texts = notes.get_texts()
-    state.notes += texts if state.complete else strip_structure_claim(texts)
+    state.notes += texts if state.is_complete else strip_structure_claim(texts)
     if index_checks and not state.findings and is_determined_by_index(catalog, notes):
         index_checks.add_passed(catalog, state.scope, notes)
 
@@ -412,7 +412,7 @@ def _write_checksum_list(
 
     path = state.listed_path
     state.findings += find_unlistable_files(path)
-    if not all(ranks.all_gather(state.complete)):
+    if not all(ranks.all_gather(state.is_complete)):
         name = digest_lists.get_checksum_list_path(path).name
         state.notes.append(f"{name} was not written because the checkpoint is not complete")
     else:
