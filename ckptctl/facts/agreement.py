@@ -279,9 +279,7 @@ def _read_statements(
     elif file.name == MEGATRON:
         from ckptctl.facts.megatron import read_megatron_statements
 
-        statements = (
-            () if family is None else read_megatron_statements(family, file.content, file.place)
-        )
+        statements = read_megatron_statements(family, file.content, file.place)
     elif family is not None:
         writer = (
             family

@@ -52,7 +52,7 @@ from ckptctl.planner.families.declarations import (
     has_field,
     split_aliases,
 )
-from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
+from ckptctl.planner.families.facts import NEEDED, NEUTRAL, TRAINING_ARGUMENT_FACTS, Fact
 from ckptctl.planner.layouts import Family
 
 TARGET_KEY = "_target_"
@@ -183,12 +183,18 @@ def _select_global_base(style: MegatronStyle, fields: Json) -> Json:
     return {**fields, "rotary_base": bases[1]}
 
 
-def read_megatron_statements(family: Family, record: Json, source: str) -> Iterator[Statement]:
-    """Yield the statements of *record* about a model of *family*, as facts of config.json."""
-    style = family.megatron
-    if style is None:
-        return
+def read_megatron_statements(
+    family: Family | None, record: Json, source: str
+) -> Iterator[Statement]:
+    """Yield the statements of *record* about a model of *family*, as facts of config.json.
+
+    For an unknown model type, these are the facts that have the same meaning in all models.
+    """
     fields = extract_megatron_fields(record)
+    style = family.megatron if family else None
+    if family is None or style is None:
+        yield from _read_common_statements(fields, source)
+        return
     argument_names = {
         field: name for name, field in (*FIELD_BY_ARGUMENT.items(), *NEGATED_ARGUMENTS.items())
     }
@@ -236,6 +242,20 @@ def read_megatron_statements(family: Family, record: Json, source: str) -> Itera
             is_expected = is_allowed(allowed, value)
             yield Statement(name, allowed[0] if is_expected else value, source)
             yield Statement(name, allowed[0], family_source, is_explicit=False)
+
+
+def _read_common_statements(fields: Json, source: str) -> Iterator[Statement]:
+    """Yield the facts in *fields* that have the same meaning in all models."""
+    is_rotary = fields.get("position_embedding_type") == "rope"
+    for fact in TRAINING_ARGUMENT_FACTS:
+        value = fields.get(fact.megatron)
+        if isinstance(value, (int, float)) and (is_rotary or fact.megatron != "rotary_base"):
+            yield Statement(fact.config, value, source)
+    is_grouped, groups = fields.get("group_query_attention"), fields.get("num_query_groups")
+    if is_grouped is not False and isinstance(groups, int):
+        yield Statement("num_key_value_heads", groups, source)
+    if isinstance(tied := fields.get("share_embeddings_and_output_weights"), bool):
+        yield Statement("tie_word_embeddings", tied, source)
 
 
 def build_partial_config(family: Family, record: Json) -> dict[str, object]:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import DEFAULT_READ_OPTIONS, Format, Listing, ReadOptions, require_folder
+from ckptctl.formats.base import (
+    DEFAULT_READ_OPTIONS,
+    Format,
+    Listing,
+    ReadOptions,
+    RecordedFacts,
+    require_folder,
+)
 from ckptctl.formats.megatron.megatron_folder import POINTER_FILE, find_evidence
 from ckptctl.formats.shared.tags import is_run_folder
 from ckptctl.tree import TreePath
@@ -57,6 +64,14 @@ class MegatronFormat(Format):
         from ckptctl.formats.megatron.megatron_reader import read_catalog
 
         return read_catalog(path, options, self.name)
+
+    def parse_recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
+        """See :meth:`Format.parse_recorded_facts`."""
+        if not catalog.extensions:
+            return None
+        from ckptctl.facts.recorded import MegatronRecords  # not for detection
+
+        return MegatronRecords(catalog)
 
 
 FORMAT = MegatronFormat()

@@ -25,7 +25,7 @@ from ckptctl.errors import (
     format_option,
     quote_names,
 )
-from ckptctl.facts.megatron_words import FIELD_BY_ARGUMENT
+from ckptctl.facts import MEGATRON
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.grid import Grid, GridPosition, read_grid
 from ckptctl.formats.megatron.megatron_folder import (
@@ -60,7 +60,6 @@ from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, make_extent
 from ckptctl.formats.shared.tags import find_tag_folder
 from ckptctl.formats.sidecar_files import scan_sidecar_files
-from ckptctl.planner.families.facts import TRAINING_ARGUMENT_FACTS
 from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import wrap_malformed_errors
@@ -68,7 +67,6 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
-_ROTARY = "rope"
 _SKIPPED_KEYS = {
     "optimizer": "its state does not contain parameter names",
     "rng_state": "it differs between ranks",
@@ -89,7 +87,6 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         rest = {k: value for k, value in values if not is_model_key(k) and k not in _SKIPPED_KEYS}
         other_leaves.add_object(rest, (), first.file, str(path / first.file))
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
-    facts = dict(_iterate_model_facts(grid.first_state.arguments))
     weight_files = {folder, POINTER_FILE, *(file.split("/")[0] for file in grid.files.values())}
     sidecars = scan_sidecar_files(path, weight_files)
     return replace(
@@ -97,7 +94,7 @@ def read_catalog(path: TreePath, options: ReadOptions, name: str) -> Catalog:
         files=sizes,
         tensors={**make_tensor_entries(joiner.joined_tensors), **other_leaves.tensors},
         blobs=other_leaves.blobs,
-        stated={f"the trainer's arguments in {path}": facts} if facts else {},
+        extensions={MEGATRON: {first.file: first.arguments}} if first.arguments else {},
         notes=(
             *_list_notes(grid, joiner, path),
             *other_leaves.notes,
@@ -125,22 +122,6 @@ def _list_notes(grid: Grid, model: ModelJoiner, root: TreePath) -> Iterator[str]
     if any(state.has_extra_state for state in grid.states.values()):
         yield "skipped `_extra_state` of layers: it does not contain model tensors"
     yield from model.comparison.list_notes()
-
-
-def _iterate_model_facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield ``(config.json field, value)`` for each training argument that config.json also has."""
-    rotary = arguments.get("position_embedding_type") == _ROTARY
-    argument_names = {field: name for name, field in FIELD_BY_ARGUMENT.items()}
-    for fact in TRAINING_ARGUMENT_FACTS:
-        value = arguments.get(argument_names.get(fact.megatron, fact.megatron))
-        if isinstance(value, (int, float)) and (rotary or fact.megatron != "rotary_base"):
-            yield fact.config, value
-    heads = arguments.get("num_query_groups")
-    if arguments.get("group_query_attention") is True and isinstance(heads, int):
-        yield "num_key_value_heads", heads
-    untied = arguments.get("untie_embeddings_and_output_weights")
-    if isinstance(untied, bool):
-        yield "tie_word_embeddings", not untied
 
 
 _REPLICATED_RULE = DivisionRule((), None)
