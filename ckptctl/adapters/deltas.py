@@ -28,8 +28,8 @@ from ckptctl.planner.mapping.adapters import (
     map_scaled_biases,
 )
 from ckptctl.planner.mapping.mapped import ComposedTensor, compose_tensors
-from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts, SurplusError
+from ckptctl.planner.mapping.tensors import PARTIAL, map_tensors
 from ckptctl.planner.strided import StridedTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
@@ -128,10 +128,9 @@ class UnfusedModel:
     ) -> UnfusedModel:
         """Map the tensors of a model, whose configuration states *sizes*."""
         try:
-            mapped = map_tensors(
-                derive_unfused_model(family, layout), layout, UNFUSED, shapes, sizes,
-                partial=True, tied=False, lists=layer_lists,
-            )  # fmt: skip
+            facts = ModelFacts(sizes=sizes, tied=False, layer_lists=layer_lists)
+            unfused_family = derive_unfused_model(family, layout)
+            mapped = map_tensors(unfused_family, layout, UNFUSED, shapes, facts, PARTIAL)
         except SurplusError as error:
             error.where = path
             raise
@@ -191,10 +190,8 @@ def _match_factors(
     both_paths = f"adapter `{adapter_path}` and model `{model.path}`"
     factor_shapes = {key: entry.shape for key, entry in factors.items()}
     try:
-        adapter = map_tensors(
-            adapter_family, layout, UNFUSED, factor_shapes, model.sizes,
-            partial=True, tied=False, lists=model.layer_lists,
-        )  # fmt: skip
+        facts = ModelFacts(sizes=model.sizes, tied=False, layer_lists=model.layer_lists)
+        adapter = map_tensors(adapter_family, layout, UNFUSED, factor_shapes, facts, PARTIAL)
     except SurplusError as error:
         raise MappingError(
             f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",

@@ -24,7 +24,8 @@ from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.detect import list_families_matching_configs
 from ckptctl.planner.mapping.inner import SUBMODEL_LAYOUT, derive_submodel_family
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import PARTIAL, LayoutChange, map_tensors
 
 
 def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
@@ -59,10 +60,8 @@ def rename_text_model(draft: Draft, joint_family: Family) -> Draft | None:
     if renaming_family is None:
         return None
     shapes = {name: entry.shape for name, entry in text_model.tensors.items()}
-    sizes = read_sizes(text_family, text_config)
-    change = map_tensors(
-        renaming_family, SUBMODEL_LAYOUT, HF, shapes, sizes, partial=True, tied=False
-    )
+    facts = ModelFacts(sizes=read_sizes(text_family, text_config), tied=False)
+    change = map_tensors(renaming_family, SUBMODEL_LAYOUT, HF, shapes, facts, PARTIAL)
     described = tuple(_nest_text_config(item, config, module) for item in assets.described)
     draft = replace(draft, assets=replace(assets, described=described), origins={})
     draft = rename_tensors(draft, change, text_model.root)

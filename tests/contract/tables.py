@@ -19,6 +19,7 @@ from ckptctl.planner.mapping.matching import (
     list_index_values,
 )
 from ckptctl.planner.mapping.numbering import compute_numbering
+from ckptctl.planner.mapping.source import ModelFacts
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 
@@ -130,7 +131,13 @@ def filled_slots(family: Family) -> list[Slot]:
 
 def mapped(family, source, target, shapes):
     sizes = family.tiny
-    return map_tensors(family, source, target, shapes, sizes, lists=tiny_lists(family, sizes))
+    return map_tensors(
+        family,
+        source,
+        target,
+        shapes,
+        ModelFacts(sizes=sizes, layer_lists=tiny_lists(family, sizes)),
+    )
 
 
 def numbered(shapes):

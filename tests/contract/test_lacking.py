@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from ckptctl.planner.layouts import BASE
 from ckptctl.planner.mapping.completeness import find_missing_keys
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import match_keys
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import MappingOptions, map_tensors
 from ckptctl.runs.health import check_health
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
@@ -52,12 +54,14 @@ SOME = 3
 # ------------------------------------------------------------------------------- by the tables
 
 
-def mapped(name, source, target, shapes, **options):
+def mapped(name, source, target, shapes, *, matched=None, absent_tensors=(), **options):
     family = FAMILIES[name]
     lists = tiny_lists(family, family.tiny)
+    facts = ModelFacts(sizes=family.tiny, layer_lists=lists, absent_tensors=absent_tensors)
     if family.fills:  # only a config says which layers need them
-        options = {"required": filled_slots(family), "layer_sizes": (), **options}
-    return map_tensors(family, source, target, shapes, family.tiny, lists=lists, **options)
+        facts = replace(facts, required=filled_slots(family), layer_sizes=())
+    options = MappingOptions(**options)
+    return map_tensors(family, source, target, shapes, facts, options, matched=matched)
 
 
 def keys_of(name, layout, number):

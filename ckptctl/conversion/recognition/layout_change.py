@@ -30,8 +30,8 @@ from ckptctl.planner.families.demands import LAYER_INDEX
 from ckptctl.planner.layouts import Family, is_base_layout
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, ZeroTensor, compose_tensors
 from ckptctl.planner.mapping.matching import MatchedKeys, ModelTensors
-from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
+from ckptctl.planner.mapping.source import ModelFacts, SurplusError
+from ckptctl.planner.mapping.tensors import LayoutChange, MappingOptions, map_tensors
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -137,26 +137,26 @@ def change_layout(
             if pads
             else None
         )
+    facts = ModelFacts(
+        sizes=sizes if rows is None else {**sizes, VOCABULARY_AXIS: rows},
+        tied=model.is_tied(family),
+        layer_lists=model.get_layer_lists(family),
+        layer_sizes=_read_all_layer_sizes(family, model.config, matched),
+        absent_tensors=find_absent_heads(
+            family, model.config, is_base=is_base_layout(model.layout)
+        ),
+        required=find_required_tensors(family, model.config, matched),
+    )
+    options = MappingOptions(
+        untie=request.untie,
+        partial=request.partial,
+        may_be_missing=request.missing,
+        resize={} if size is None else {VOCABULARY_AXIS: size},
+    )
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    target = source if keeps_names else target or source
     try:
-        change = map_tensors(
-            family,
-            source,
-            source if keeps_names else target or source,
-            {name: entry.shape for name, entry in tensors.items()},
-            sizes if rows is None else {**sizes, VOCABULARY_AXIS: rows},
-            tied=model.is_tied(family),
-            untie=request.untie,
-            partial=request.partial,
-            lists=model.get_layer_lists(family),
-            matched=matched,
-            absent_tensors=find_absent_heads(
-                family, model.config, is_base=is_base_layout(model.layout)
-            ),
-            required=find_required_tensors(family, model.config, matched),
-            may_be_missing=request.missing,
-            resize={} if size is None else {VOCABULARY_AXIS: size},
-            layer_sizes=_read_all_layer_sizes(family, model.config, matched),
-        )
+        change = map_tensors(family, source, target, shapes, facts, options, matched=matched)
     except SurplusError as error:
         error.where = str(model.catalog.path)
         if model.described:

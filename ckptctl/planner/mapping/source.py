@@ -9,7 +9,7 @@ allowed to be missing, the tensor is skipped.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
@@ -71,6 +71,28 @@ class SurplusError(MappingError):
         self.name, self.count, self.stated = name, count, stated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Facts about a model that its keys and shapes do not show.
+
+    Attributes:
+        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.config_facts.read_sizes`).
+        tied: Whether embeddings are tied, or None for the family's default.
+        layer_lists: Lists of layer numbers from the configuration.
+        layer_sizes: Axis sizes that the configuration states for each layer, or None without a
+            configuration.
+        absent_tensors: Logical tensors that the model does not have.
+        required: Optional tensors that the configuration requires.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    tied: bool | None = None
+    layer_lists: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    layer_sizes: Sequence[Mapping[str, int]] | None = None
+    absent_tensors: Collection[str] = ()
+    required: Collection[Slot] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class MatchedSource:
     """A source checkpoint with matched keys and solved axis sizes.
@@ -124,13 +146,10 @@ def resolve_source(
     family: Family,
     layout: Layout,
     shapes: Shapes,
-    sizes: Mapping[str, int],
+    facts: ModelFacts,
     *,
-    tied: bool,
     partial: bool,
     matched: MatchedKeys | None = None,
-    absent_tensors: Collection[str] = (),
-    required: Collection[Slot] = (),
 ) -> MatchedSource:
     """Match the tensors of *shapes* to logical tensors, and solve for axis sizes.
 
@@ -138,17 +157,15 @@ def resolve_source(
         family: The model type.
         layout: Layout of the keys.
         shapes: Shape of each tensor by key.
-        sizes: Axis sizes from the config.
-        tied: Whether embeddings are tied.
+        facts: Facts about the model that *shapes* do not show.
         partial: Whether *shapes* is only a selection, so that absent tensors do not count as
             missing. Its layers are numbered as in the complete model.
         matched: The matched keys of the complete model, or None to match *shapes*.
-        absent_tensors: Logical tensors that this model does not have.
-        required: Optional tensors that the model's config requires.
 
     Raises:
         MappingError: Tensors are unknown, missing or contradictory.
     """
+    sizes, tied = facts.sizes, family.tied if facts.tied is None else facts.tied
     all_matched = matched or match_keys(family, layout, shapes)
     same = len(all_matched.order) == len(shapes)
     matched = all_matched if same else all_matched.select_keys(shapes)
@@ -160,8 +177,8 @@ def resolve_source(
             matched,
             {**sizes, **counts},
             tied=tied,
-            absent_tensors=absent_tensors,
-            required=required,
+            absent_tensors=facts.absent_tensors,
+            required=facts.required,
         )
         names = [absent.key for absent in missing_keys.keys]
         require_known_keys(family, layout, matched, names)

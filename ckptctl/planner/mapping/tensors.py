@@ -39,7 +39,13 @@ from ckptctl.planner.mapping.matching import (
     iterate_spread_positions,
 )
 from ckptctl.planner.mapping.numbering import compute_numbering, require_numbering
-from ckptctl.planner.mapping.source import FusedPartCheck, MatchedSource, Origin, resolve_source
+from ckptctl.planner.mapping.source import (
+    FusedPartCheck,
+    MatchedSource,
+    ModelFacts,
+    Origin,
+    resolve_source,
+)
 from ckptctl.planner.mapping.tiles import TileConversion, convert_tiles
 from ckptctl.planner.strided import Ints, StridedTensor
 from ckptctl.units import pluralize
@@ -93,23 +99,37 @@ class LayoutChange:
         return self.source_layout == self.target_layout
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappingOptions:
+    """Options of :func:`map_tensors`.
+
+    Attributes:
+        untie: Whether to write tied tensors separately, without comparing them.
+        partial: Whether the source is only a selection, so that absent tensors do not count as
+            missing.
+        may_be_missing: Keys that may be missing. Fused tensors that need them are then skipped.
+        resize: New size of each axis to truncate or to pad with zeros.
+    """
+
+    untie: bool = False
+    partial: bool = False
+    may_be_missing: Collection[str] = ()
+    resize: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_FACTS, DEFAULT_OPTIONS = ModelFacts(), MappingOptions()
+PARTIAL = MappingOptions(partial=True)
+
+
 def map_tensors(
     family: Family,
     source_layout: str,
     target_layout: str,
     shapes: Mapping[str, tuple[int, ...]],
-    sizes: Mapping[str, int] | None = None,
+    facts: ModelFacts = NO_FACTS,
+    options: MappingOptions = DEFAULT_OPTIONS,
     *,
-    tied: bool | None = None,
-    untie: bool = False,
-    partial: bool = False,
-    lists: Mapping[str, Sequence[int]] | None = None,
     matched: MatchedKeys | None = None,
-    absent_tensors: Collection[str] = (),
-    required: Collection[Slot] = (),
-    may_be_missing: Collection[str] = (),
-    resize: Mapping[str, int] | None = None,
-    layer_sizes: Sequence[Mapping[str, int]] | None = None,
 ) -> LayoutChange:
     """Map the tensors of *shapes* to another layout.
 
@@ -118,63 +138,38 @@ def map_tensors(
         source_layout: Layout of the keys of *shapes*.
         target_layout: Layout to produce. The same layout keeps every tensor unchanged.
         shapes: Shape of each source tensor by key.
-        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.config_facts.read_sizes`).
-        tied: Whether embeddings are tied, or None for the family's default.
-        untie: Whether to write tied tensors separately, without comparing them.
-        partial: Whether *shapes* is only a selection, so that absent tensors do not count as
-            missing.
-        lists: Lists of layer numbers from the config.
+        facts: Facts about the model that *shapes* do not show.
+        options: Options of the mapping.
         matched: The matched keys of the complete model, or None to match *shapes*.
-        absent_tensors: Logical tensors that this model does not have.
-        required: Optional tensors that the config requires.
-        may_be_missing: Keys that may be missing. Fused tensors that need them are then skipped.
-        resize: New size of each axis to truncate or to pad with zeros.
-        layer_sizes: Axis sizes that the config states for each layer, or None without a config.
 
     Raises:
         MappingError: Tensors are unknown, missing, contradictory, or unmapped in the target.
     """
     source, target = family.get_layout(source_layout), family.get_layout(target_layout)
-    tied = family.tied if tied is None else tied
     matched_source = resolve_source(
-        family,
-        source,
-        shapes,
-        sizes or {},
-        tied=tied,
-        partial=partial,
-        matched=matched,
-        absent_tensors=absent_tensors,
-        required=required,
+        family, source, shapes, facts, partial=options.partial, matched=matched
     )
-    mapper = _TensorMapper(matched_source, target, resize or {}, untie, partial)
+    mapper = _TensorMapper(matched_source, target, options)
     has_kinds = all(
-        len((lists or {}).get(word.name, ())) >= matched_source.counts.get(word.index, 0)
+        len(facts.layer_lists.get(word.name, ())) >= matched_source.counts.get(word.index, 0)
         for word in family.layer_words
     )
-    if layer_sizes is not None and has_kinds:
-        mapper.use_config(required, layer_sizes)
+    if facts.layer_sizes is not None and has_kinds:
+        mapper.use_config(facts.required, facts.layer_sizes)
     if source is target:
         return mapper.map_unchanged()
-    change = mapper.map_to_target(lists or {}, may_be_missing)
-    if not partial:
-        change.notes.add(*iterate_unwritten_notes(family, source, target, required))
+    change = mapper.map_to_target(facts.layer_lists, options.may_be_missing)
+    if not options.partial:
+        change.notes.add(*iterate_unwritten_notes(family, source, target, facts.required))
     return change
 
 
 class _TensorMapper:
     """State of one call of :func:`map_tensors`."""
 
-    def __init__(
-        self,
-        source: MatchedSource,
-        target: Layout,
-        resize: Mapping[str, int],
-        untie: bool,
-        partial: bool,
-    ) -> None:
+    def __init__(self, source: MatchedSource, target: Layout, options: MappingOptions) -> None:
         self.source, self.target, self.family = source, target, source.family
-        self.untie, self.partial = untie, partial
+        self.untie, self.partial, resize = options.untie, options.partial, options.resize
         self.resize, self.sizes = resize, {**source.sizes.axes, **resize}
         self.resized = {
             name

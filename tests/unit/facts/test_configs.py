@@ -354,6 +354,7 @@ def test_transformers_keys_and_shapes_match_tables(change):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ckptctl.families import load_families
+    from ckptctl.planner.mapping.source import ModelFacts
     from ckptctl.planner.mapping.tensors import map_tensors
 
     config = CONFIG | change
@@ -365,6 +366,8 @@ def test_transformers_keys_and_shapes_match_tables(change):
     assert all(c.is_exact for c in found)
     name = "llama3_2" if model.config.tie_word_embeddings else "llama3"
     assert [(c.family, c.layout) for c in found] == [(name, "hf")]
-    mapped = map_tensors(family(name), "hf", "hf", shapes, read_sizes(family(name), config))
+    mapped = map_tensors(
+        family(name), "hf", "hf", shapes, ModelFacts(sizes=read_sizes(family(name), config))
+    )
     found = stored_shapes(mapped.tensors)
     assert found == shapes and list(found) == list(shapes)

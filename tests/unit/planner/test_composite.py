@@ -6,7 +6,8 @@ from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.axes import AxisSizes
 from ckptctl.planner.mapping.preview import KeyRouter
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import MappingOptions, map_tensors
 from ckptctl.planner.model_parallel import compute_unrepeated_sizes
 
 D, H, K, E = 32, 8, 2, 6
@@ -15,7 +16,12 @@ QUERIES = "model.layers.0.self_attn.q_proj.weight"
 
 def queries(sizes):
     return map_tensors(
-        family("llama2"), "hf", "meta", {QUERIES: (H * E, D)}, sizes, partial=True
+        family("llama2"),
+        "hf",
+        "meta",
+        {QUERIES: (H * E, D)},
+        ModelFacts(sizes=sizes),
+        MappingOptions(partial=True),
     ).tensors[0]
 
 

@@ -20,7 +20,8 @@ from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping import tensors
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.mapped import compose_tensors
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import MappingOptions, map_tensors
 from ckptctl.planner.model_parallel import (
     find_split_dim,
     fits_ranks,
@@ -34,6 +35,7 @@ from tests.contract.tables import copies, stored_shapes
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}
+FACTS = ModelFacts(sizes=SIZES)
 
 
 def hf(layers=N, lm_head=True):
@@ -55,7 +57,9 @@ def hf(layers=N, lm_head=True):
 
 
 def meta(layers=N):
-    mapped = map_tensors(family("llama3"), "hf", "meta", hf(layers), SIZES | {"i": layers})
+    mapped = map_tensors(
+        family("llama3"), "hf", "meta", hf(layers), ModelFacts(sizes=SIZES | {"i": layers})
+    )
     return stored_shapes(mapped.tensors)
 
 
@@ -213,7 +217,7 @@ def test_meta_to_hf_permutes_like_transformers():
     rng = np.random.default_rng(0)
     shapes = meta()
     data = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
-    mapped = map_tensors(family("llama3"), "meta", "hf", shapes, SIZES)
+    mapped = map_tensors(family("llama3"), "meta", "hf", shapes, FACTS)
     out = tables.moved(mapped, data)
     for i in range(N):
         wq, wk, wv, wo = (data[f"layers.{i}.attention.w{x}.weight"] for x in "qkvo")
@@ -229,7 +233,8 @@ def test_meta_to_hf_permutes_like_transformers():
         np.testing.assert_array_equal(out[mlp + "down_proj.weight"], w2)
         np.testing.assert_array_equal(out[mlp + "up_proj.weight"], w3)
     back = tables.moved(
-        map_tensors(family("llama3"), "hf", "meta", stored_shapes(mapped.tensors), SIZES), out
+        map_tensors(family("llama3"), "hf", "meta", stored_shapes(mapped.tensors), FACTS),
+        out,
     )
     assert back.keys() == data.keys()
     for key, value in data.items():
@@ -251,21 +256,23 @@ def test_torchtitan_keys_have_expected_names():
 
 
 def test_layers_are_in_numeric_order_and_match_hf():
-    mapped = map_tensors(family("llama3"), "meta", "hf", meta(12), SIZES | {"i": 12})
+    mapped = map_tensors(
+        family("llama3"), "meta", "hf", meta(12), ModelFacts(sizes=SIZES | {"i": 12})
+    )
     assert list(stored_shapes(mapped.tensors)) == list(hf(12))
     assert stored_shapes(mapped.tensors) == hf(12)
 
 
 def test_same_layout_is_identity():
     shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
-    mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
+    mapped = map_tensors(family("llama2"), "hf", "hf", shapes, ModelFacts(tied=True))
     assert stored_shapes(mapped.tensors) == shapes
     assert not mapped.dropped_keys and not mapped.redundant
 
 
 def test_rotary_frequencies_are_dropped_by_name():
     shapes = meta() | {"rope.freqs": (4,)}
-    mapped = map_tensors(family("llama2"), "meta", "hf", shapes, SIZES)
+    mapped = map_tensors(family("llama2"), "meta", "hf", shapes, FACTS)
     assert list(mapped.dropped_keys) == ["rope.freqs"]
 
 
@@ -276,7 +283,7 @@ def test_missing_head_count_is_an_error():
 
 
 def test_head_dim_suffices_to_find_head_counts():
-    mapped = map_tensors(family("llama3"), "hf", "meta", hf(), {"e": E})
+    mapped = map_tensors(family("llama3"), "hf", "meta", hf(), ModelFacts(sizes={"e": E}))
     assert (mapped.sizes["h"], mapped.sizes["k"], mapped.sizes["v"]) == (H, K, V)
 
 
@@ -286,14 +293,16 @@ def test_head_dim_suffices_to_find_head_counts():
 def test_config_that_contradicts_shapes_is_refused(axis, size):
     for target in ("hf", "meta"):
         with pytest.raises(MappingError) as caught:
-            map_tensors(family("llama3"), "hf", target, hf(), SIZES | {axis: size})
+            map_tensors(
+                family("llama3"), "hf", target, hf(), ModelFacts(sizes=SIZES | {axis: size})
+            )
         assert str(size) in f"{caught.value.what} {caught.value.why}"
 
 
 def test_contradicting_tensor_shapes_are_refused():
     shapes = hf() | {"model.layers.1.mlp.up_proj.weight": (F, D + 1)}
     with pytest.raises(MappingError) as caught:
-        map_tensors(family("llama3"), "hf", "torchtune", shapes, {"e": E})
+        map_tensors(family("llama3"), "hf", "torchtune", shapes, ModelFacts(sizes={"e": E}))
     assert "model.layers.1.mlp.up_proj.weight" in caught.value.where
     shapes = hf() | {"model.norm.weight": (D, 1)}
     with pytest.raises(MappingError, match="2 dimensions, not 1"):
@@ -306,7 +315,7 @@ def test_unknown_key_error_names_nearest_key():
         "model.layers.1.self_attn.q_proj.weight"
     )
     with pytest.raises(MappingError) as caught:
-        map_tensors(family("llama3"), "hf", "meta", shapes, SIZES)
+        map_tensors(family("llama3"), "hf", "meta", shapes, FACTS)
     assert "q_prj.weight` (near: `model.layers.1.self_attn.q_proj.weight`)" in caught.value.why
 
 
@@ -318,20 +327,27 @@ def test_missing_keys_are_an_error_unless_partial(gone):
     shapes = hf()
     del shapes[gone]
     with pytest.raises(MissingTensorsError) as caught:
-        map_tensors(family("llama3"), "hf", "meta", shapes, SIZES)
+        map_tensors(family("llama3"), "hf", "meta", shapes, FACTS)
     assert gone in caught.value.why
-    part = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES, partial=True)
+    part = map_tensors(
+        family("llama3"),
+        "hf",
+        "meta",
+        shapes,
+        FACTS,
+        MappingOptions(partial=True),
+    )
     assert len(part.tensors) == len(shapes)
 
 
 def test_layer_gap_or_missing_last_layer_is_an_error():
     gap = {k: v for k, v in hf().items() if ".layers.1." not in k}
     with pytest.raises(MissingTensorsError, match="9 tensors"):
-        map_tensors(family("llama3"), "hf", "meta", gap, {"e": E})
+        map_tensors(family("llama3"), "hf", "meta", gap, ModelFacts(sizes={"e": E}))
     with pytest.raises(MissingTensorsError, match="9 tensors"):
-        map_tensors(family("llama3"), "hf", "meta", hf(2), SIZES)
+        map_tensors(family("llama3"), "hf", "meta", hf(2), FACTS)
     with pytest.raises(MappingError, match="= 4, but the configuration states 3"):
-        map_tensors(family("llama3"), "hf", "meta", hf(4), SIZES)
+        map_tensors(family("llama3"), "hf", "meta", hf(4), FACTS)
 
 
 def test_absurd_layer_number_is_little_work():
@@ -339,13 +355,22 @@ def test_absurd_layer_number_is_little_work():
     shapes = hf() | {key.format(99999): (F, D)}
     with effort.counted() as counted:
         with pytest.raises(MissingTensorsError, match="is missing"):
-            map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E})
+            map_tensors(family("llama3"), "hf", "meta", shapes, ModelFacts(sizes={"e": E}))
         with pytest.raises(MappingError, match="1 tensor is unknown"):
             absurd = hf() | {key.format(99999999999999): (F, D)}
-            map_tensors(family("llama3"), "hf", "meta", absurd, {"e": E})
+            map_tensors(family("llama3"), "hf", "meta", absurd, ModelFacts(sizes={"e": E}))
         with pytest.raises(MissingTensorsError, match="is missing"):
-            map_tensors(family("llama3"), "hf", "meta", hf(), SIZES | {"i": 10**12})
-        map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E}, partial=True)
+            map_tensors(
+                family("llama3"), "hf", "meta", hf(), ModelFacts(sizes=SIZES | {"i": 10**12})
+            )
+        map_tensors(
+            family("llama3"),
+            "hf",
+            "meta",
+            shapes,
+            ModelFacts(sizes={"e": E}),
+            MappingOptions(partial=True),
+        )
     assert counted.lines < 200_000
 
 
@@ -354,7 +379,7 @@ def test_biases_map_only_where_layout_has_them():
     same = map_tensors(family("llama3"), "hf", "hf", hf() | bias)
     assert "model.layers.0.self_attn.o_proj.bias" in stored_shapes(same.tensors)
     with pytest.raises(MappingError, match="no place"):
-        map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
+        map_tensors(family("llama3"), "hf", "meta", hf() | bias, FACTS)
     bias.pop("model.layers.1.self_attn.o_proj.bias")
     with pytest.raises(MissingTensorsError, match="is missing"):
         map_tensors(family("llama3"), "hf", "hf", hf() | bias)
@@ -365,7 +390,7 @@ def test_bias_is_permuted_with_row_axes():
     extra = "logical  meta: layers.{i}.\nq_bias  attention.wq.bias"
     with_bias = dataclasses.replace(llama, tables=(*llama.tables, extra), drops=())
     shapes = meta() | {f"layers.{i}.attention.wq.bias": (H * E,) for i in range(N)}
-    mapped = map_tensors(with_bias, "meta", "hf", shapes, SIZES)
+    mapped = map_tensors(with_bias, "meta", "hf", shapes, FACTS)
     data = {key: np.arange(np.prod(shape)).reshape(shape) for key, shape in shapes.items()}
     out = tables.moved(mapped, data)
     weight = np.arange(H * E)[:, None]
@@ -384,7 +409,9 @@ def test_mapping_work_is_linear_in_keys():
     def work(layers):
         tensors._get_target_cache.cache_clear()  # so that each call does all of the work
         shapes = hf(layers)
-        mapped = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES | {"i": layers})
+        mapped = map_tensors(
+            family("llama3"), "hf", "meta", shapes, ModelFacts(sizes=SIZES | {"i": layers})
+        )
         assert len(mapped.tensors) == len(shapes)
 
     assert effort.growth(work, 100) < 2.1
@@ -395,53 +422,71 @@ def test_mapping_work_is_linear_in_keys():
 
 def test_tied_output_is_added_and_removed_by_layout():
     tied = family("llama3_2")
-    there = map_tensors(tied, "hf", "meta", hf(lm_head=False), SIZES)
+    there = map_tensors(tied, "hf", "meta", hf(lm_head=False), FACTS)
     assert stored_shapes(there.tensors)["output.weight"] == (V, D)
     assert there.tensors[-1].sources[0].key == "model.embed_tokens.weight"
     assert not there.redundant
-    back = map_tensors(tied, "meta", "hf", stored_shapes(there.tensors), SIZES)
+    back = map_tensors(tied, "meta", "hf", stored_shapes(there.tensors), FACTS)
     assert stored_shapes(back.tensors) == hf(lm_head=False)
     assert copies(back) == {"output.weight": "tok_embeddings.weight"}
     assert list(back.dropped_keys) == ["output.weight"]
-    tune = map_tensors(tied, "meta", "torchtune", stored_shapes(there.tensors), SIZES)
+    tune = map_tensors(tied, "meta", "torchtune", stored_shapes(there.tensors), FACTS)
     assert "output.weight" not in stored_shapes(tune.tensors)
 
 
 def test_config_decides_tying():
-    found = map_tensors(family("llama3"), "hf", "meta", hf(), SIZES, tied=True)
+    found = map_tensors(family("llama3"), "hf", "meta", hf(), ModelFacts(sizes=SIZES, tied=True))
     assert copies(found) == {"lm_head.weight": "model.embed_tokens.weight"} and found.tied
     with pytest.raises(MissingTensorsError) as caught:
-        map_tensors(family("llama3_2"), "hf", "meta", hf(lm_head=False), SIZES, tied=False)
+        map_tensors(
+            family("llama3_2"), "hf", "meta", hf(lm_head=False), ModelFacts(sizes=SIZES, tied=False)
+        )
     assert "tie_word_embeddings" in caught.value.hint
 
 
 def test_tied_model_with_only_output_is_mapped():
     shapes = hf()
     del shapes["model.embed_tokens.weight"]
-    there = map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
+    there = map_tensors(family("llama3_2"), "hf", "meta", shapes, FACTS)
     assert {t.targets[0].key for t in there.tensors if t.sources[0].key == "lm_head.weight"} == {
         "tok_embeddings.weight",
         "output.weight",
     }
     with pytest.raises(MissingTensorsError, match="is missing"):
         del shapes["lm_head.weight"]
-        map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
+        map_tensors(family("llama3_2"), "hf", "meta", shapes, FACTS)
 
 
 def test_untie_keeps_embedding_and_output():
-    found = map_tensors(family("llama3_2"), "meta", "hf", meta(), SIZES, untie=True)
+    found = map_tensors(
+        family("llama3_2"),
+        "meta",
+        "hf",
+        meta(),
+        FACTS,
+        MappingOptions(untie=True),
+    )
     assert stored_shapes(found.tensors) == hf() and not found.redundant and not found.tied
     assert found.tensors[-1].sources[0].key == "output.weight"
-    found = map_tensors(family("llama3_2"), "hf", "torchtune", hf(lm_head=False), SIZES, untie=True)
+    found = map_tensors(
+        family("llama3_2"),
+        "hf",
+        "torchtune",
+        hf(lm_head=False),
+        FACTS,
+        MappingOptions(untie=True),
+    )
     assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"
 
 
 def test_untie_adds_only_tensors_of_layout():
     t5 = family("t5_encoder")
     shapes = tables.tiny(t5, "torchtune")
-    found = map_tensors(t5, "torchtune", "torchtune", shapes, untie=True)
+    found = map_tensors(t5, "torchtune", "torchtune", shapes, options=MappingOptions(untie=True))
     assert stored_shapes(found.tensors) == shapes
-    found = map_tensors(t5, "hf", "hf", tables.tiny(t5, "hf"), untie=True, resize={"v": 30})
+    found = map_tensors(
+        t5, "hf", "hf", tables.tiny(t5, "hf"), options=MappingOptions(untie=True, resize={"v": 30})
+    )
     made = stored_shapes(found.tensors)
     assert made["encoder.embed_tokens.weight"] == made["shared.weight"] == (30, t5.tiny["d"])
 
@@ -449,7 +494,9 @@ def test_untie_adds_only_tensors_of_layout():
 def test_partial_mapping_does_not_add_missing_output():
     shapes = meta()
     del shapes["output.weight"]
-    found = map_tensors(family("llama3_2"), "meta", "torchtitan@0.3", shapes, partial=True)
+    found = map_tensors(
+        family("llama3_2"), "meta", "torchtitan@0.3", shapes, options=MappingOptions(partial=True)
+    )
     assert "lm_head.weight" not in stored_shapes(found.tensors)
 
 
@@ -611,7 +658,7 @@ def test_unrelated_keys_match_no_family():
 def test_single_table_defines_new_family():
     table = "logical  axes  mine  theirs\nw  (a b) c  w  x c (b a)"
     toy = Family("toy", "Toy", ("mine", "theirs"), (table,), "Toy")
-    mapped = map_tensors(toy, "mine", "theirs", {"w": (6, 5)}, {"a": 2})
+    mapped = map_tensors(toy, "mine", "theirs", {"w": (6, 5)}, ModelFacts(sizes={"a": 2}))
     data = np.arange(30).reshape(6, 5)
     out = tables.moved(mapped, {"w": data})["x"]
     expected = data.reshape(2, 3, 5).transpose(2, 1, 0).reshape(5, 6)

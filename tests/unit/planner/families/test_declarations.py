@@ -9,6 +9,7 @@ from ckptctl.families import family
 from ckptctl.planner.families.declarations import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import compose_tensors
+from ckptctl.planner.mapping.source import ModelFacts
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import copies, mapped, stored_shapes, tiny
 
@@ -196,7 +197,7 @@ def test_mtp_head_is_compared_with_tied_embedding():
     shapes = tiny(MTP, "hf", tied=True)
     copy = "model.layers.2.shared_head.head.weight"
     shapes |= {copy: shapes["model.embed_tokens.weight"]}
-    found = map_tensors(MTP, "hf", "torchtitan@0.3", shapes, MTP.tiny, tied=True)
+    found = map_tensors(MTP, "hf", "torchtitan@0.3", shapes, ModelFacts(sizes=MTP.tiny, tied=True))
     assert copies(found) == {copy: "model.embed_tokens.weight"}
 
 

@@ -8,7 +8,8 @@ from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import family, load_families
 from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.mapping.detect import detect_layouts
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import MappingOptions, map_tensors
 from tests import effort
 from tests.checkpoints.golden import Golden
 
@@ -32,7 +33,13 @@ def test_six_digit_index_is_an_unknown_key(number):
     found = shapes() | {EXPERT.format(0, number): (96, 64)}
     for chosen in (found, {EXPERT.format(0, number): (96, 64)}):
         with pytest.raises(MappingError, match="1 tensor is unknown") as caught:
-            map_tensors(family("mixtral"), "hf", "mistral", chosen, partial=len(chosen) == 1)
+            map_tensors(
+                family("mixtral"),
+                "hf",
+                "mistral",
+                chosen,
+                options=MappingOptions(partial=len(chosen) == 1),
+            )
         assert f"(near: `{EXPERT.format(0, number)}`)" not in caught.value.why
 
 
@@ -47,7 +54,14 @@ def test_absurd_layer_and_expert_numbers_are_missing_tensors():
 
 def test_absurd_expert_count_maps_only_given_keys():
     part = {EXPERT.format(0, n): (96, 64) for n in (0, 99999)}
-    found = map_tensors(family("mixtral"), "hf", "mistral", part, {"x": 1 << 40}, partial=True)
+    found = map_tensors(
+        family("mixtral"),
+        "hf",
+        "mistral",
+        part,
+        ModelFacts(sizes={"x": 1 << 40}),
+        MappingOptions(partial=True),
+    )
     assert [item.targets[0].key for item in found.tensors] == [
         f"layers.0.feed_forward.experts.{n}.w1.weight" for n in (0, 99999)
     ]
@@ -56,18 +70,25 @@ def test_absurd_expert_count_maps_only_given_keys():
 def test_absurd_empty_expert_stack_is_refused():
     part = {STACKED.format(0): (10**12, 192, 0)}
     with pytest.raises(MappingError, match="one tensor would become 1,000,000,000,000"):
-        map_tensors(family("mixtral"), "hf-v5", "hf", part, partial=True)
+        map_tensors(family("mixtral"), "hf-v5", "hf", part, options=MappingOptions(partial=True))
 
 
 def test_size_conflict_names_number_of_keys_as_source():
     part = {key: shape for key, shape in shapes().items() if ".experts.3." not in key}
     with pytest.raises(MappingError, match="conflicts") as caught:
-        map_tensors(family("mixtral"), "hf", "hf-v5", part, {"h": 4}, partial=True)
+        map_tensors(
+            family("mixtral"),
+            "hf",
+            "hf-v5",
+            part,
+            ModelFacts(sizes={"h": 4}),
+            MappingOptions(partial=True),
+        )
     assert "x = 3 (from the number of keys)" in caught.value.why
 
 
 def test_unstated_kv_heads_are_found_in_shapes():
     """Without a configuration nobody says that there are as many key heads as query heads."""
     stated = read_sizes(family("mixtral"), overrides={"h": 4}, include_defaults=False)
-    found = map_tensors(family("mixtral"), "hf", "mistral", shapes(), stated)
+    found = map_tensors(family("mixtral"), "hf", "mistral", shapes(), ModelFacts(sizes=stated))
     assert found.sizes["k"] == 2

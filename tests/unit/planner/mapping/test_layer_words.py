@@ -7,6 +7,7 @@ from ckptctl.families import family
 from ckptctl.planner.config_demands import find_required_tensors
 from ckptctl.planner.config_facts import read_layer_lists, read_layer_sizes
 from ckptctl.planner.mapping.matching import match_keys
+from ckptctl.planner.mapping.source import ModelFacts
 from ckptctl.planner.mapping.tensors import LayoutChange, map_tensors
 from tests.contract.tables import moved, numbered
 
@@ -71,11 +72,13 @@ def change(
         source,
         target,
         shapes,
-        {"v": 11, "d": 3, "h": 4, "i": 3},
-        lists=read_layer_lists(GEMMA, config),
+        ModelFacts(
+            sizes={"v": 11, "d": 3, "h": 4, "i": 3},
+            layer_lists=read_layer_lists(GEMMA, config),
+            required=find_required_tensors(GEMMA, config, matched),
+            layer_sizes=[read_layer_sizes(GEMMA, config, layer, 3) for layer in range(3)],
+        ),
         matched=matched,
-        required=find_required_tensors(GEMMA, config, matched),
-        layer_sizes=[read_layer_sizes(GEMMA, config, layer, 3) for layer in range(3)],
     )
 
 

@@ -24,7 +24,8 @@ from ckptctl.planner.mapping.mapped import (
     require_filled_targets,
 )
 from ckptctl.planner.mapping.matching import match_keys
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.source import ModelFacts
+from ckptctl.planner.mapping.tensors import MappingOptions, map_tensors
 from tests.contract import tables
 from tests.sweeps import one_in
 from tests.unit.planner.test_strided import Arrays
@@ -123,7 +124,12 @@ def test_resized_axis_is_cut_or_zero_padded(more, name, axis):
         shapes = tables.tiny(known, source)
         try:
             found = map_tensors(
-                known, source, target, shapes, known.tiny, lists=lists, resize=resize
+                known,
+                source,
+                target,
+                shapes,
+                ModelFacts(sizes=known.tiny, layer_lists=lists),
+                MappingOptions(resize=resize),
             )
         except MappingError:
             continue
@@ -137,7 +143,9 @@ def test_resized_axis_is_cut_or_zero_padded(more, name, axis):
 def test_unused_axis_cannot_be_resized() -> None:
     known = family("llama3")
     with pytest.raises(MappingError, match="no tensor has"):
-        map_tensors(known, "hf", "hf", tables.tiny(known, "hf"), resize={"x": 3})
+        map_tensors(
+            known, "hf", "hf", tables.tiny(known, "hf"), options=MappingOptions(resize={"x": 3})
+        )
 
 
 def require_same(made: Arrays, expected: Arrays) -> None:
@@ -214,7 +222,7 @@ def test_equal_shapes_with_other_heads_have_another_order():
     known, found = family("llama3"), []
     shapes = tables.tiny(known, "hf")
     for heads in ({"h": 8, "k": 4, "e": 4}, {"h": 4, "k": 2, "e": 8}):
-        change = map_tensors(known, "hf", "meta", shapes, {**known.tiny, **heads})
+        change = map_tensors(known, "hf", "meta", shapes, ModelFacts(sizes={**known.tiny, **heads}))
         moved = tables.moved(change, tables.numbered(shapes))
         found.append(moved["layers.0.attention.wk.weight"])
     assert (np.sort(found[0], None) == np.sort(found[1], None)).all()

@@ -16,6 +16,7 @@ from ckptctl.planner.mapping.completeness import ExpectedTensors
 from ckptctl.planner.mapping.detect import detect_layouts
 from ckptctl.planner.mapping.matching import match_keys
 from ckptctl.planner.mapping.numbering import infer_numbering
+from ckptctl.planner.mapping.source import ModelFacts
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import ALL, FAMILIES, stored_shapes, tiny
 from tests.sweeps import one_in
@@ -114,7 +115,7 @@ def test_mtp_experts_are_mapped_separately_from_dense_layer_0() -> None:
     own = {"enorm": (16,), "hnorm": (16,), "shared_head.norm": (16,), "eh_proj": (16, 32)}
     further = {key.replace(".layers.1.", ".layers.2."): shape for key, shape in last.items()}
     further |= {f"model.layers.2.{name}.weight": shape for name, shape in own.items()}
-    there = map_tensors(deepseek, "hf", "mcore", model | further, deepseek.tiny)
+    there = map_tensors(deepseek, "hf", "mcore", model | further, ModelFacts(sizes=deepseek.tiny))
     made = stored_shapes(there.tensors)
     fused = "mlp.linear_fc1.layer_norm_weight"
     assert [key for key in made if key.endswith(fused)] == [f"decoder.layers.0.{fused}"]
@@ -130,7 +131,7 @@ def test_layer_without_mlp_is_missing_kind_of_most_layers() -> None:
     model = tiny(qwen, "hf")
     torn = {key: shape for key, shape in model.items() if ".layers.1.mlp." not in key}
     with pytest.raises(MissingTensorsError, match="is missing 3 tensors") as caught:
-        map_tensors(qwen, "hf", "mcore", torn, qwen.tiny)
+        map_tensors(qwen, "hf", "mcore", torn, ModelFacts(sizes=qwen.tiny))
     assert caught.value.where == "tensor `model.layers.1.mlp.gate_proj.weight`"
 
 
