@@ -67,8 +67,11 @@ class Damaged:
             str(item.relative_to(self.base)): item.read_bytes() for item in found if item.is_file()
         }
         catalog = None if self.sample.refused else formats.open_checkpoint(self.copy)
-        is_alone = catalog is None or not formats.list_unread_parts(catalog)
-        self.only: Literal["model", "all"] = "all" if is_alone else "model"
+        # The formats `hf` and those with several folders have no training state of their own.
+        has_state = catalog is None or not (
+            catalog.format == "hf" or formats.list_unread_parts(catalog)
+        )
+        self.only: Literal["model", "all"] = "all" if has_state else "model"
         self.whole = None if self.sample.refused else self.converted()
         self.proven, self.tensors = self._read()
 
