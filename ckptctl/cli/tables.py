@@ -54,9 +54,10 @@ def prose_column(title: str = "", keep: int = 24, drop: int = 0) -> Column:
     return Column(title, drop=drop, keep=keep, prose=True)
 
 
-def format_remaining(count: int, shown_count: int = MAX_SHOWN_ROWS) -> str:
+def format_remaining(count: int) -> str:
     """Format the number of rows that a list omits, or return an empty string if there are none."""
-    return f"  and {count - shown_count:,} more (`--json` lists all)" if count > shown_count else ""
+    remaining = count - MAX_SHOWN_ROWS
+    return f"  and {remaining:,} more (`--json` lists all)" if remaining > 0 else ""
 
 
 def titled_columns(*titles: str) -> tuple[Column, ...]:

@@ -97,7 +97,7 @@ def read_adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:
-        return {CONFIG: read_json_object(files, CONFIG, allow_nan=True)}
+        return {CONFIG: read_json_object(files, CONFIG)}
 
 
 def _find_weight_file(path: TreePath) -> str | None:

@@ -281,7 +281,7 @@ def read_config_files(root: TreePath) -> dict[str, Mapping[str, object]]:
     with source_files(root) as files:
         for name in CONFIG_FILES:
             if (root / name).is_file():
-                parsed[name] = read_json_object(files, name, allow_nan=True)
+                parsed[name] = read_json_object(files, name)
     return parsed
 
 

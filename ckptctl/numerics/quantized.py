@@ -278,20 +278,10 @@ def can_tell_missing_tensors(survey: QuantizationSurvey, method: str) -> bool:
     )
 
 
-def find_quantization_problems(
-    catalog: Catalog, known_survey: QuantizationSurvey | None = None
-) -> Iterator[Finding]:
-    """Yield findings on missing or mismatched tensors of quantized weights.
-
-    Args:
-        catalog: The checkpoint.
-        known_survey: Existing survey of the checkpoint, or None to make one.
-    """
+def find_quantization_problems(catalog: Catalog) -> Iterator[Finding]:
+    """Yield findings on missing or mismatched tensors of quantized weights."""
     try:
-        survey, method = (
-            known_survey or survey_catalog(catalog),
-            read_quantization_config(catalog).method,
-        )
+        survey, method = survey_catalog(catalog), read_quantization_config(catalog).method
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown", basis="model")
         return

@@ -55,11 +55,9 @@ def read_json(
         raise
 
 
-def read_json_object(
-    files: SourceFiles, name: str, *, allow_nan: bool = False
-) -> dict[str, object]:
-    """Read the JSON object in the file *name* (see :func:`read_json`)."""
-    content = read_json(files, name, allow_nan=allow_nan)
+def read_json_object(files: SourceFiles, name: str) -> dict[str, object]:
+    """Read the JSON object in the file *name*, in which ``NaN`` is allowed."""
+    content = read_json(files, name, allow_nan=True)
     if not isinstance(content, dict):
         raise UnsupportedError(f"`{name}` is not a JSON object", where=str(files.root / name))
     return content

@@ -95,13 +95,12 @@ def require_local(
     path: str | os.PathLike[str],
     message: str,
     *,
-    why: str | None = None,
     hint: str | None = None,
     error: type[CkptError] = UsageError,
 ) -> None:
-    """Raise *error* with the given message, reason and hint if *path* is a URL."""
+    """Raise *error* with the given message and hint if *path* is a URL."""
     if is_url(path):
-        raise error(message, where=mask_secrets(os.fspath(path)), why=why, hint=hint)
+        raise error(message, where=mask_secrets(os.fspath(path)), hint=hint)
 
 
 def build_path_hint(path: str | TreePath) -> str:

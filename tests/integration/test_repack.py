@@ -171,7 +171,7 @@ def test_repacked_integers_keep_their_values(
     for limit in (1 << 20, 96):
         monkeypatch.setattr(computed, "RECTANGLE_BYTES", limit)
         monkeypatch.setattr(computed, "TRANSPOSE_BYTES", limit)
-        monkeypatch.setattr("ckptctl.numerics.kinds.repacked.CHUNK_BYTES", 16 * limit)
+        monkeypatch.setattr("ckptctl.numerics.kinds.repacked.CHUNK_NUMEL", 4 * limit)
         out = tmp_path / str(limit)
         found = repacked(source, out)
         assert found["a.weight_scale"].equal(state["a.scales"].T)

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     import torch
 
 E8M0_NAN = 255
-CHUNK_BYTES = 4 << 20
-"""Size in bytes of the chunks in which a matrix is transposed."""
+CHUNK_NUMEL = 1 << 20
+"""Number of elements, of at most 4 bytes each, in the chunks in which a matrix is transposed."""
 
 
 def _read_transposed(
-    tensor: InputTensor, rows: range, item_bytes: int, dtype: str
+    tensor: InputTensor, rows: range, dtype: str
 ) -> Iterator[tuple[range, torch.Tensor]]:
     """Yield parts of *rows* of the transposed matrix, from chunks that further reads share."""
     height, width = tensor.entry.shape
-    size = max(CHUNK_BYTES // (item_bytes * max(height, 1)), 1)
+    size = max(CHUNK_NUMEL // max(height, 1), 1)
     start = rows.start
     while start < rows.stop:
         first = start // size * size
@@ -69,11 +69,11 @@ def _repack_gptq(out: OutputRectangle) -> None:
     words, *order = out.inputs
     if order:
         _require_consecutive_groups(order[0], out.arguments.group)
-    _transpose(out, words, 4)
+    _transpose(out, words)
 
 
-def _transpose(out: OutputRectangle, tensor: InputTensor, item_bytes: int) -> None:
-    for part, matrix in _read_transposed(tensor, out.rows, item_bytes, tensor.entry.dtype):
+def _transpose(out: OutputRectangle, tensor: InputTensor) -> None:
+    for part, matrix in _read_transposed(tensor, out.rows, tensor.entry.dtype):
         target = out.elements[part.start - out.rows.start :][: len(part)]
         target.copy_(_select_columns(out, matrix))
 
@@ -99,7 +99,7 @@ def _repack_awq(out: OutputRectangle) -> None:
     (words,) = out.inputs
     rows = range(out.rows.start // NIBBLES_PER_WORD, -(-out.rows.stop // NIBBLES_PER_WORD))
     shifts = torch.arange(0, WORD_BITS, FOUR_BITS, dtype=torch.int32)[None, :, None]
-    for part, packed in _read_transposed(words, rows, 4, "int32"):
+    for part, packed in _read_transposed(words, rows, "int32"):
         columns = packed[
             :, out.columns.start * NIBBLES_PER_WORD : out.columns.stop * NIBBLES_PER_WORD
         ]
@@ -127,7 +127,7 @@ def _repack_scales(out: OutputRectangle) -> None:
                 why=f"symmetric weights have zero points of {middle}, but one is {int(wrong[0])}",
                 hint="correct `quantization_config`, or use the tensors that belong to it",
             )
-    _transpose(out, scales, 4)
+    _transpose(out, scales)
 
 
 def _read_zero_points(zeros: InputTensor, form: IntegerGroups, columns: int) -> torch.Tensor:

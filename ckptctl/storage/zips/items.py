@@ -104,14 +104,12 @@ class NeighborReader:
         return self._content[position : position + nbytes]
 
 
-def read_item_tensor(
-    files: SourceFiles, name: str, offset: int, length: int, read: ReadBytes | None = None
-) -> StoredTensor:
+def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
     """Read the tensor of a ``.distcp`` write item, without its elements.
 
     Errors are the same as in :func:`read_item_by_pattern`.
     """
-    return shift_tensor(*read_item_by_pattern(files, name, offset, length, read))
+    return shift_tensor(*read_item_by_pattern(files, name, offset, length))
 
 
 def read_item_by_pattern(

@@ -63,18 +63,18 @@ def _read_grid(options: FitOptions) -> _Grid:
     """
     gpus, stages = parse_gpus(options.fit or ""), options.pp or 1
     if gpus.number % stages:
-        raise _indivisible_error(gpus.number, "GPU", "--pp", stages)
+        raise _indivisible_error(gpus.number, "--pp", stages)
     stage_gpus = gpus.number // stages
     tensor, expert = options.tp or stage_gpus, options.ep or 1
     for name, value in (("--tp", tensor), ("--ep", expert)):
         if stage_gpus % value:
-            raise _indivisible_error(stage_gpus, "GPU", name, value)
+            raise _indivisible_error(stage_gpus, name, value)
     return _Grid(gpus, Ranks(tensor, expert), stages, stage_gpus // tensor)
 
 
-def _indivisible_error(count: int, noun: str, name: str, value: int) -> UsageError:
+def _indivisible_error(count: int, name: str, value: int) -> UsageError:
     return UsageError(
-        f"{pluralize(count, noun)} cannot be divided by {format_option(name)} {value}",
+        f"{pluralize(count, 'GPU')} cannot be divided by {format_option(name)} {value}",
         why="each pipeline stage has the same number of GPUs, and so has each of its copies",
         hint=f"choose a divisor of {count}, or set the number of GPUs, as in "
         f"{format_option('--fit 8x80GB')}",
