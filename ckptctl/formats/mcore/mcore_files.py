@@ -33,6 +33,19 @@ COMMON_STATE = "common_state"
 """Key of the object that replaces ``common.pt`` in saves of Megatron-Core 0.19."""
 RUN_CONFIG = "run_config.yaml"
 """File name of Megatron-Bridge's configuration of a training run and its model."""
+PARENT_PREFIX, NEMO_CONFIG_FILE = "../", "io.json"
+RECORD_FILES = (
+    RUN_CONFIG,
+    "args.json",
+    f"{PARENT_PREFIX}args.json",
+    f"{PARENT_PREFIX}transformer_config.json",
+    f"{PARENT_PREFIX}context/model.yaml",
+    f"{PARENT_PREFIX}context/{NEMO_CONFIG_FILE}",
+)
+"""Paths of configuration files, relative to the checkpoint.
+
+The last file is only read if the second to last is missing.
+"""
 MAX_METADATA_JSON_BYTES = 1 << 16
 TORCH_DIST = "torch_dist"
 RELEASE = "release"

@@ -47,6 +47,9 @@ from ckptctl.formats.mcore.mcore_files import (
     COMMON_STATE,
     METADATA,
     METADATA_JSON,
+    NEMO_CONFIG_FILE,
+    PARENT_PREFIX,
+    RECORD_FILES,
     RUN_CONFIG,
     find_save_folder,
     find_skipped_critic,
@@ -248,21 +251,8 @@ def extract_trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
     return {str(path[1]): value for path, value in argument_items}
 
 
-PARENT_PREFIX, NEMO_CONFIG_FILE = "../", "io.json"
 MAX_JSON_BYTES = 4 << 20
 """Maximum size of a JSON file in bytes. ``io.json`` contains every object that NeMo created."""
-RECORD_FILES = (
-    RUN_CONFIG,
-    "args.json",
-    f"{PARENT_PREFIX}args.json",
-    f"{PARENT_PREFIX}transformer_config.json",
-    f"{PARENT_PREFIX}context/model.yaml",
-    f"{PARENT_PREFIX}context/{NEMO_CONFIG_FILE}",
-)
-"""Paths of configuration files, relative to the checkpoint.
-
-The last file is only read if the second to last is missing.
-"""
 MAX_DEPTH, MAX_NODES = 64, 100_000
 """Maximum nesting depth and number of converted values, as references can form cycles."""
 _ITEM_KEY = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)

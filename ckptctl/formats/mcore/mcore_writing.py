@@ -70,8 +70,8 @@ from ckptctl.formats.mcore.fsdp import build_parameter_groups
 from ckptctl.formats.mcore.layers import LayerStorage, build_stacked_storage
 from ckptctl.formats.mcore.mcore_files import (
     COMMON,
-    COMMON_STATE,
     METADATA_JSON,
+    RECORD_FILES,
     RELEASE,
     RUN_CONFIG,
     TORCH_DIST,
@@ -195,7 +195,7 @@ def build_metadata_files(
     if "args" not in training_state:
         noun = f"the arguments in {COMMON}"
         recorded = request.extensions.get(MEGATRON, ())
-        source_file = COMMON_STATE if COMMON_STATE in recorded else COMMON
+        source_file = next((name for name in recorded if name not in RECORD_FILES), COMMON)
         arguments = _make_or_copy_config(
             request, build_megatron_arguments, carried.adapt_arguments, source_file, noun
         )

@@ -493,6 +493,15 @@ def test_config_is_generated_from_trainer_args(tmp_path: Path) -> None:
     assert config["rope_theta"] == golden.config["rope_parameters"]["rope_theta"]
 
 
+def test_trainer_args_are_kept_in_torch_dist(tmp_path: Path) -> None:
+    source, out = qwen3_ranks(tmp_path), tmp_path / "out"
+    ckptctl.convert(source, out, to="mcore", rules=RULES)
+    common = torch.load(out / "release" / "common.pt", weights_only=False)
+    kept = vars(common["args"])
+    assert (kept["num_layers"], kept["norm_epsilon"], kept["rotary_base"]) == (2, 1e-6, 1_000_000)
+    assert kept["tensor_model_parallel_size"] == 1 and kept["ckpt_format"] == "torch_dist"
+
+
 @pytest.mark.parametrize(
     ("argument", "value"), [("num_attention_heads", 8), ("qk_layernorm", False)]
 )
