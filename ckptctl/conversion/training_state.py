@@ -8,7 +8,7 @@ fused, split, stacked and permuted like their parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl import formats
@@ -24,9 +24,12 @@ from ckptctl.planner.mapping.mapped import (
     compose_tensors,
 )
 from ckptctl.planner.mapping.tensors import LayoutChange
+from ckptctl.storage.pickles.inert import DictRecord, is_same_value
 
 PARAMETER_COPIES = frozenset({"fp32_param", "master_param"})
 """Names under which optimizers store their own copies of parameters."""
+MAX_NAME_DOTS = 64
+"""Maximum number of dots in a name that is searched for parameters, to limit the time."""
 _STATISTIC_PATTERN = re.compile(r"avg|moment")
 """Pattern that the names of gradient statistics, such as ``exp_avg``, contain."""
 
@@ -128,6 +131,7 @@ class _StateMapper:
         for composed in compose_tensors(change.tensors).values():
             for key in dict.fromkeys(self._iterate_parameters(composed)):
                 self.targets.setdefault(key, []).append(composed)
+        self.shapes = {self.entries[root + name].shape for name in self.targets}
         self.counters: dict[str, str] = {}
         # Parts of a target and their list, by keys of the list (without indices) and target.
         self.lists: dict[tuple[tuple[str | int | None, ...], str], tuple[set[str], str]] = {}
@@ -137,8 +141,7 @@ class _StateMapper:
         """Map a moment of a parameter, a counter, or an unrelated tensor."""
         parameter, is_counter = self._find_parameter(entry.name), entry.shape in ((), (1,))
         if parameter is None:
-            is_state = entry.name.partition(".")[0].lower().startswith("opt")
-            if not is_counter and (is_state or ".state." in entry.name):
+            if not is_counter and self._belongs_to_parameter(entry):
                 raise RefusedError(
                     "cannot map optimizer state to its parameter",
                     where=f"tensor `{entry.name}`",
@@ -151,6 +154,19 @@ class _StateMapper:
                 self._keep_tensor(entry, path, join_path(path))
         else:
             self._add_moment(entry, parameter)
+
+    def _belongs_to_parameter(self, entry: TensorEntry) -> bool:
+        """Return whether a tensor without a parameter name seems to be state of a parameter.
+
+        Such tensors, as in optimizers that number the parameters, cannot be mapped.
+        """
+        parts = entry.name.lower().split(".")
+        return (
+            parts[0].startswith("opt")
+            or "state" in parts
+            or any(part in PARAMETER_COPIES or _STATISTIC_PATTERN.search(part) for part in parts)
+            or (entry.shape in self.shapes and entry.dtype.startswith(("float", "bfloat")))
+        )
 
     def _keep_tensor(self, entry: TensorEntry, path: Path, name: str) -> None:
         first = self.counters.setdefault(name, entry.name)
@@ -227,7 +243,7 @@ class _StateMapper:
     def map_blob(self, blob: Blob) -> None:
         """Map a non-tensor value, and rename the parameters in lists of names in the value."""
         value = self._rename_parameters(blob.value, blob.path)
-        if value != blob.value:
+        if not is_same_value(value, blob.value):
             blob = replace(blob, value=value, file=None)
         parameter = self._find_parameter(blob.name)
         for path in (
@@ -236,28 +252,61 @@ class _StateMapper:
             self._add_blob(replace(blob, name=join_path(path), path=path), blob.name)
 
     def _rename_parameters(self, value: object, path: Path) -> object:
-        """Return *value* with the names of the output in all lists of parameter names.
+        """Return *value*, the value at *path*, with the parameter names of the output.
 
         Saves of torch 2.3 and earlier contain ``param_groups`` as a single value.
         """
+        if isinstance(value, str):
+            return self._rename_reference(value, path) if "." in value else value
+        renamed: object = value
         if isinstance(value, dict):
-            return {
-                key: self._rename_parameters(item, (*path, str(key))) for key, item in value.items()
+            items = {
+                self._rename_parameters(key, path): self._rename_parameters(item, (*path, str(key)))
+                for key, item in value.items()
             }
-        if not isinstance(value, list) or not value:
-            return value
-        if not all(isinstance(item, str) for item in value):
-            return [
-                self._rename_parameters(item, (*path, Index(position)))
-                for position, item in enumerate(value)
-            ]
+            renamed = value.copy_with(items) if isinstance(value, DictRecord) else items
+        elif isinstance(value, list | tuple | set | frozenset):
+            names = [item for item in value if isinstance(item, str)]
+            renamed = type(value)(
+                self._rename_list(names, path)
+                if len(names) == len(value)
+                else (
+                    self._rename_parameters(item, (*path, Index(position)))
+                    for position, item in enumerate(value)
+                )
+            )
+        return renamed
+
+    def _rename_reference(self, text: str, path: Path) -> str:
+        """Rename *text* if it names a parameter, which must be neither merged nor split."""
+        parameter = self._find_parameter(text)
+        if parameter is None:
+            return text
+        targets = self.targets[parameter]
+        if len(targets) > 1 or set(self._iterate_parameters(targets[0])) != {parameter}:
+            raise RefusedError(
+                "cannot map a parameter name in the training state",
+                where=f"`{join_path(path)}`",
+                why=f"`{parameter}` is split, or merged with other parameters",
+                hint=f"pass {format_option('--only model')}, or keep the layout",
+            )
+        return _replace_text(text, parameter, targets[0].key)
+
+    def _rename_list(self, items: Collection[str], path: Path) -> Iterator[str]:
+        """Yield *items* with the parameter names of the output, each of which only once."""
         parts: dict[str, set[str]] = {}
-        for item in value:
-            for name in self._list_target_names(item):
+        for item in items:
+            parameter = self._find_parameter(item)
+            if parameter is None:
+                yield item
+                continue
+            for target in self.targets[parameter]:
+                name = _replace_text(item, parameter, target.key)
+                if name not in parts:
+                    yield name
                 parts.setdefault(name, set()).add(item)
-        for name, items in parts.items():
-            self._require_one_list(name, items, path)
-        return list(parts)
+        for name, merged in parts.items():
+            self._require_one_list(name, merged, path)
 
     def _require_one_list(self, target: str, parts: set[str], path: Path) -> None:
         """Raise if two lists, such as those of two parameter groups, contain parts of *target*.
@@ -281,7 +330,8 @@ class _StateMapper:
         mapped = self.rest.blobs.setdefault(blob.name, MappedBlob(blob, []))
         mapped.sources.append(source)
         first = mapped.blob
-        if (first.value, first.file is None) != (blob.value, blob.file is None):
+        is_same = is_same_value(first.value, blob.value)
+        if not is_same or (first.file is None) != (blob.file is None):
             raise RefusedError(
                 "parameters that become one have different optimizer settings",
                 where=f"`{mapped.sources[0]}` and `{source}`",
@@ -294,7 +344,12 @@ class _StateMapper:
         return [composed.key for composed in self.targets[name]] if name in self.targets else [name]
 
     def _find_parameter(self, name: str) -> str | None:
-        """Find the longest parameter name in *name*, or return None."""
+        """Find the longest parameter name in *name*, or return None.
+
+        Wrappers such as FSDP and torch.compile add prefixes to parameter names.
+        """
+        if name.count(".") > MAX_NAME_DOTS:  # no name, but a text
+            return None
         return next((part for part in iterate_name_parts(name) if part in self.targets), None)
 
     def _list_target_paths(self, path: Path, parameter: str) -> list[Path]:
@@ -310,9 +365,17 @@ def _replace_name(path: Path, parameter: str, target: str) -> Path:
     """
     for position, key in enumerate(path):
         if isinstance(key, str) and parameter in iterate_name_parts(key):
-            new = f".{key}.".replace(f".{parameter}.", f".{target}.").strip(".")
-            return (*path[:position], new, *path[position + 1 :])
-    return (f".{join_path(path)}.".replace(f".{parameter}.", f".{target}.").strip("."),)
+            return (*path[:position], _replace_text(key, parameter, target), *path[position + 1 :])
+    for start in range(len(path)):
+        for stop in range(start + 1, len(path) + 1):
+            if join_path(path[start:stop]) == parameter:
+                return (*path[:start], *target.split("."), *path[stop:])
+    return (_replace_text(join_path(path), parameter, target),)
+
+
+def _replace_text(text: str, parameter: str, target: str) -> str:
+    """Replace the components of the dotted *text* that are *parameter* with *target*."""
+    return f".{text}.".replace(f".{parameter}.", f".{target}.").strip(".")
 
 
 def iterate_name_parts(name: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +266,7 @@ def test_zero_padded_moments_load_as_converted(tmp_path: Path) -> None:
 def test_tensors_with_same_target_name_are_refused(tmp_path: Path) -> None:
     """Averages of parameters are there under the names of both layouts."""
     meta = to_meta_names(STATE, CONFIG)
-    averages = {**STATE, **{name: value + 1 for name, value in meta.items()}}
+    averages = {**STATE, **{name: value.to(torch.uint8) for name, value in meta.items()}}
     save_hf(tmp_path / "assets", STATE, CONFIG)
     source = save_torch(tmp_path / "in.pt", {"model": dict(STATE), "ema": averages})
     with pytest.raises(RefusedError, match="two tensors would have the same name"):
@@ -335,3 +337,88 @@ def test_different_steps_of_merged_parameters_have_no_adapter_hint(tmp_path: Pat
             only="all",
         )
     assert "canonical" not in str(caught.value.hint)
+
+
+def to_meta(tmp_path: Path, state: dict[str, object]) -> Any:
+    """Convert a torch file with a model and *state* to the layout `meta`."""
+    save_hf(tmp_path / "assets", STATE, CONFIG)
+    source = save_torch(tmp_path / "in.pt", {"model": dict(STATE), **state})
+    options: Any = {"to_layout": "meta", "only": "all", "assets": tmp_path / "assets"}
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", **options)
+    return torch.load(tmp_path / "out.pt", weights_only=False)
+
+
+def test_lists_without_parameter_names_keep_repeated_items(tmp_path: Path) -> None:
+    values: dict[str, object] = {"types": ["full", "full"], "order": OrderedDict(a=["x", "y", "x"])}
+    found = to_meta(tmp_path, values)
+    assert {key: found[key] for key in values} == values
+    assert type(found["order"]) is dict  # as any dictionary between leaves
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.", "_orig_mod."])
+def test_parameter_names_in_values_follow_the_layout(tmp_path: Path, prefix: str) -> None:
+    name, renamed = "model.norm.weight", f"{prefix}norm.weight"
+    values = {
+        "params": [prefix + name],
+        "decay": [(prefix + name, 0.1), None],
+        "by_number": {0: prefix + name},
+        "names": (prefix + name,),
+        "text": "the weight model.norm.weight is frozen",
+    }
+    found = to_meta(tmp_path, {"settings": values})["settings"]
+    assert found == {
+        "params": [renamed],
+        "decay": [(renamed, 0.1), None],
+        "by_number": {0: renamed},
+        "names": (renamed,),
+        "text": values["text"],
+    }
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {0: {"exp_avg": torch.zeros(3)}}},
+        {"adam": {0: {"exp_avg": torch.zeros(3)}}},
+        {"trainer": {"optimizer": {0: {"momentum_buffer": torch.zeros(3)}}}},
+        {"ema": {"shadow_params": [value.clone() for value in STATE.values()]}},
+    ],
+    ids=["state", "adam", "nested", "ema"],
+)
+def test_state_of_numbered_parameters_is_refused(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(RefusedError, match="cannot map optimizer state to its parameter"):
+        to_meta(tmp_path, state)
+
+
+def test_nested_state_stays_nested(tmp_path: Path) -> None:
+    nested: dict[str, Any] = {}
+    for name, value in STATE.items():
+        node = nested
+        for part in name.split(".")[:-1]:
+            node = node.setdefault(part, {})
+        node[name.rpartition(".")[2]] = value.clone()
+    found = to_meta(tmp_path, {"optimizer": {"m": nested}})
+    assert list(found) == ["model", "optimizer"]
+    assert not differences(flatten(found["optimizer"]["m"]), found["model"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_equal_nan_settings_of_merged_parameters_are_equal(tmp_path: Path) -> None:
+    golden = Golden.read("qwen3.tied")
+    model = {name: value.float() for name, value in golden.state().items()}
+    state = {name: {"exp_avg": value, "loss": math.nan} for name, value in model.items()}
+    source = save_torch(tmp_path / "in.pt", {"model": model, "optimizer": {"state": state}})
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text(json.dumps(golden.config))
+    options: Any = {"to_layout": "mcore", "only": "all", "assets": tmp_path / "assets"}
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", **options)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["state"]
+    assert all(math.isnan(values["loss"]) for values in found.values())
+
+
+def test_items_of_lists_keep_their_positions(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "loaders": [{}, {"step": torch.ones(1)}], "t": [1, {"a": 2}]}
+    source = save_torch(tmp_path / "in.pt", state)
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["loaders.0"])
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found["loaders"] == {1: {"step": torch.ones(1)}} and found["t"] == [1, {"a": 2}]

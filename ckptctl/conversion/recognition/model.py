@@ -34,6 +34,7 @@ from ckptctl.options import require_choice
 from ckptctl.planner.config_facts import (
     SUBMODEL_KEYS,
     Json,
+    TranslatedConfig,
     has_tied_embeddings,
     read_layer_lists,
     read_sizes,
@@ -312,9 +313,8 @@ def recognize_model(
     if layout is None and layouts and (len(layouts) == 1 or is_any_layout_correct):
         layout = layouts[0]
     family_name = names[0] if len(names) == 1 else model_type if names else None
-    known_family = families_by_name.get(family_name) if family_name else None
-    if recorded_facts and config is None and params is None and known_family:
-        config = recorded_facts.build_config(known_family)
+    if recorded_facts and config is None and params is None and names:
+        config = _build_common_config(recorded_facts, [families_by_name[name] for name in names])
     recognized = Model(
         catalog,
         request,
@@ -338,6 +338,19 @@ def recognize_model(
     if model_type is None and config is None:
         return _add_tied_families(recognized, families_by_name)
     return recognized
+
+
+def _build_common_config(
+    records: RecordedFacts, possible_families: Sequence[Family]
+) -> Json | None:
+    """Build a config.json with the facts that *records* state for all *possible_families*."""
+    first, *others = (records.build_config(family) or {} for family in possible_families)
+    common = {
+        name: value
+        for name, value in first.items()
+        if all(name in config and config[name] == value for config in others)
+    }
+    return TranslatedConfig(common) if common else None
 
 
 def _list_possible_families(

@@ -24,11 +24,10 @@ from ckptctl.formats.deepspeed.partitions import (
 from ckptctl.formats.deepspeed.states import MODEL_KEYS, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import ZeroSave, build_flat_vectors
 from ckptctl.formats.shared.leaves import add_rank_prefix, join_path, list_differing_value_notes
-from ckptctl.formats.shared.rank_merge import is_same_value
 from ckptctl.formats.shared.stored_leaves import Leaves, make_stored_entry
 from ckptctl.storage.compare import has_same_checksum, have_same_elements
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.pickles.inert import Inert, is_same_value
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 

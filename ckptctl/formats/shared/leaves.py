@@ -121,7 +121,11 @@ class _FlattenPredicate:
 
 
 def build_nested_object(leaves: Iterable[tuple[Path, object]]) -> object:
-    """Build a nested object from *leaves*, as the inverse of :func:`flatten_object`."""
+    """Build a nested object from *leaves*, as the inverse of :func:`flatten_object`.
+
+    A list or tuple of which only some items are in *leaves* becomes a dictionary by position, so
+    that all items keep their positions.
+    """
     root: dict[object, object] = {}
     for path, leaf in leaves:
         if not path:
@@ -158,9 +162,10 @@ def _build_container(level: Mapping[object, object]) -> object:
     }
     if built and all(isinstance(key, tuple) for key in built):
         by_position = {key[1]: (key[0], value) for key, value in cast("_Positions", built).items()}
-        ordered = [by_position[position] for position in sorted(by_position)]
-        values = [value for _, value in ordered]
-        return tuple(values) if ordered[0][0] is TupleIndex else values
+        if max(by_position) == len(built) - 1:
+            ordered = [by_position[position] for position in sorted(by_position)]
+            values = [value for _, value in ordered]
+            return tuple(values) if ordered[0][0] is TupleIndex else values
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Extent, Path
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, quote_names
+from ckptctl.errors import CkptError, FormatError, UnsupportedError, quote_names
 from ckptctl.formats.shared.findings import FaultCollector, Lost
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
@@ -33,6 +33,7 @@ from ckptctl.formats.shared.rank_archive import ShardedPart, get_no_boxes
 from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import Leaves, make_extent
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.inert import is_same_value
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 _FALLBACK_NOTE = "per-rank values are taken from the lowest rank that can be read"
@@ -254,11 +255,3 @@ class RankMerger:
                     )
                     lost[key] = (*lost.get(key, ()), *lost_boxes)
         return {key: lost_boxes for key, lost_boxes in lost.items() if lost_boxes}
-
-
-def is_same_value(first: object, second: object) -> bool:
-    """Return whether two non-tensor values are equal, or False if they cannot be compared."""
-    try:
-        return type(first) is type(second) and bool(first == second)
-    except DamagedError:
-        return False

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.units import pluralize
 
 MAX_DEPTH = 100
@@ -79,6 +81,13 @@ class DictRecord(dict[object, object]):
     def build(self, state: object) -> None:
         """Take the state of a BUILD opcode."""
         self.state = state
+
+    def copy_with(self, items: dict[object, object]) -> DictRecord:
+        """Return a record with the same class, arguments and state, but with other *items*."""
+        copied = DictRecord(self.origin, self.args)
+        copied.state = self.state
+        copied.update(items)
+        return copied
 
 
 class Inert:
@@ -152,6 +161,39 @@ class Inert:
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}>"
+
+
+COMPARED_FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
+
+
+def is_same_value(first: object, second: object) -> bool:
+    """Return whether two non-tensor values have the same type and are equal, bitwise for floats.
+
+    Values that cannot be compared are not the same.
+    """
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, float) and isinstance(second, float):
+        return struct.pack("<d", first) == struct.pack("<d", second)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(is_same_value, first, second))
+    if isinstance(first, Inert):
+        return all(
+            is_same_value(getattr(first, name), getattr(second, name)) for name in COMPARED_FIELDS
+        )
+    with suppress(CkptError):
+        if not isinstance(first, dict) or not isinstance(second, dict):
+            return bool(first == second)
+        return (
+            _get_dict_class(first) == _get_dict_class(second)
+            and first.keys() == second.keys()
+            and all(is_same_value(value, second[key]) for key, value in first.items())
+        )
+    return False
+
+
+def _get_dict_class(value: object) -> object:
+    return value.origin if isinstance(value, DictRecord) else None
 
 
 def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]:

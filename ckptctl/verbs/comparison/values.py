@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from ckptctl.save_load.loading.reading import PreparedRead, RequestedBox, fill_b
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.compare import Errors, Tolerance, compare_windows
 from ckptctl.storage.computed import require_packages_for
-from ckptctl.storage.pickles.inert import DictRecord, Inert
+from ckptctl.storage.pickles.inert import is_same_value
 from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
@@ -175,7 +174,6 @@ def _iterate_batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
 
 
 SHOWN_CHARS = 60
-COMPARED_FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 
 
 def compare_leaves(a: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifference, ...]:
@@ -186,29 +184,6 @@ def compare_leaves(a: Catalog, pairs: Sequence[LeafPair]) -> tuple[LeafDifferenc
         if not is_same_value(x, y):
             differences.append(LeafDifference(pair.name, _shorten_value(x), _shorten_value(y)))
     return tuple(differences)
-
-
-def is_same_value(a: object, b: object) -> bool:
-    """Return whether two values have the same type and are equal, bitwise for floats."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float) and isinstance(b, float):
-        return struct.pack("<d", a) == struct.pack("<d", b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return (
-            _get_dict_class(a) == _get_dict_class(b)
-            and a.keys() == b.keys()
-            and all(is_same_value(value, b[key]) for key, value in a.items())
-        )
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(is_same_value, a, b))
-    if isinstance(a, Inert) and isinstance(b, Inert):
-        return all(is_same_value(getattr(a, field), getattr(b, field)) for field in COMPARED_FIELDS)
-    return a == b
-
-
-def _get_dict_class(value: object) -> object:
-    return value.origin if isinstance(value, DictRecord) else None
 
 
 def _shorten_value(value: object) -> str:
