@@ -57,7 +57,7 @@ def select_tensors(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _add_module_states(selection, catalog)
     expected_names = tuple(selection.tensors)
-    if draft.includes_training_state and not selection.rest:
+    if draft.includes_training_state and not (selection.rest or selection.blobs):
         _require_no_unread_state(catalog)
         notes.add("the checkpoint contains no training state")
     if selection.rest and not draft.includes_training_state:

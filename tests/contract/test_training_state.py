@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import ckptctl
@@ -422,3 +423,27 @@ def test_items_of_lists_keep_their_positions(tmp_path: Path) -> None:
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["loaders.0"])
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert found["loaders"] == {1: {"step": torch.ones(1)}} and found["t"] == [1, {"a": 2}]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dictionaries_with_other_keys_load_as_stock_dcp_saves_them(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "w": torch.ones(2),
+        "schedule": {"milestones": Counter({30: 1, 80: 2}), "x": 2},
+        "odd": {1.5: 2, None: 3, (1, 2): {"q": 1}},
+    }
+    source = save_torch(tmp_path / "in.pt", state)
+    plan = ckptctl.convert(source, tmp_path / "out", to="dcp", only="all").plan
+    assert "DCP stores the keys of these as strings: `odd`, `schedule.milestones`" in plan.notes
+    stock_save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
+    loaded = []
+    for folder in ("out", "stock"):
+        found = {
+            "w": torch.zeros(2),
+            "schedule": {"milestones": {"30": 0, "80": 0}, "x": 0},
+            "odd": {"1.5": 0, "None": 0, "(1, 2)": {"q": 0}},
+        }
+        stock_load(found, checkpoint_id=tmp_path / folder, no_dist=True)
+        loaded.append(flatten(found))
+    assert not differences(*loaded)
+    assert ckptctl.diff(source, tmp_path / "out").same

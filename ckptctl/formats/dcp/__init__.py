@@ -25,7 +25,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     make_content_file,
 )
-from ckptctl.formats.shared.leaves import is_empty_dict, join_path
+from ckptctl.formats.shared.leaves import flatten_mappings, is_empty_dict, join_path
 from ckptctl.tree import TreePath
 from ckptctl.units import pluralize
 
@@ -120,7 +120,7 @@ class DcpFormat(ItemFormat, WritableFormat):
         from ckptctl.formats.dcp.data_files import DataFileBuilder, assign_boxes_to_files
         from ckptctl.formats.dcp.metadata_writer import encode_metadata
 
-        request = _skip_empty_dicts(request)
+        request = _skip_empty_dicts(_flatten_mappings(request))
         writer = DataFileBuilder()
         for position, shard in enumerate(assign_boxes_to_files(request)):
             writer.begin_file(f"__0_{position}.distcp")
@@ -143,6 +143,21 @@ class DcpFormat(ItemFormat, WritableFormat):
 def format_metadata_name(rank: int) -> str:
     """Return the metadata file name of *rank* in a save where each rank writes its own metadata."""
     return f"__{rank}{METADATA}"
+
+
+def _flatten_mappings(request: OutputRequest) -> OutputRequest:
+    """Return *request* with one value for each item of dictionaries that are values.
+
+    ``dcp.save`` flattens every mapping, whatever its keys are, and ``dcp.load`` expects that.
+    Dictionaries that a save of torch 2.3 or earlier stores as values are kept.
+    """
+    if any(blob.file and isinstance(blob.value, dict) for blob in request.blobs):
+        return request
+    blobs = list(flatten_mappings(request.blobs))
+    if flattened := {blob.name for blob in request.blobs} - {blob.name for blob in blobs}:
+        names = quote_names(sorted(flattened))
+        request.notes.add(f"DCP stores the keys of these as strings: {names}")
+    return replace(request, blobs=blobs)
 
 
 def _skip_empty_dicts(request: OutputRequest) -> OutputRequest:

@@ -225,6 +225,7 @@ def _name_group_parameters(
 
 def _add_optimizer_states(save: ZeroSave, files: SourceFiles, leaves: Leaves) -> None:
     """Add the moments and step counters of every parameter to *leaves*."""
+    _require_equal_settings(save, files.root)
     states = save.optim.states
     owners = range(len(states))
     keys = dict.fromkeys(key for owner in owners for key in states[owner])
@@ -239,6 +240,37 @@ def _add_optimizer_states(save: ZeroSave, files: SourceFiles, leaves: Leaves) ->
             _add_moments(save, key, owners_with_key, leaves)
 
 
+def _require_equal_settings(save: ZeroSave, root: TreePath) -> None:
+    """Raise if the ranks have different kinds of state, or different settings of a group."""
+    first, *others = (optim for optim in save.optims if not optim.is_placeholder)
+    for optim in others:
+        for state, other_state in zip(first.states, optim.states, strict=False):
+            for key in sorted(state.keys() ^ other_state.keys()):
+                without = first if key in other_state else optim
+                raise _other_save_error(
+                    root / without.file, f"its optimizer's state has no `{key}`, unlike other ranks"
+                )
+        for group, other_group in zip(first.param_groups, optim.param_groups, strict=False):
+            if isinstance(group, dict) and isinstance(other_group, dict):
+                for key in sorted(group.keys() | other_group.keys()):
+                    values = group.get(key), other_group.get(key)
+                    is_tensor = any(isinstance(value, StoredTensor) for value in values)
+                    if key != "params" and not is_tensor and not is_same_value(*values):
+                        raise _other_save_error(
+                            root / optim.file,
+                            f"the optimizer's `{key}` differs from that of `{first.file}`",
+                        )
+
+
+def _other_save_error(where: TreePath, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the ranks do not belong to one save",
+        where=where,
+        why=why,
+        hint="check for a file of an earlier save under the same tag",
+    )
+
+
 def _require_equal_values(save: ZeroSave, owner: int, key: str, files: SourceFiles) -> None:
     optims = [optim for optim in save.optims if not optim.is_placeholder]
     values: list[object] = []
@@ -250,11 +282,9 @@ def _require_equal_values(save: ZeroSave, owner: int, key: str, files: SourceFil
         values.append(value)
     for optim, value in zip(optims, values, strict=True):
         if value != values[0]:
-            raise UnsupportedError(
-                "the ranks do not belong to one save",
-                where=str(files.root / optim.file),
-                why=f"the optimizer's `{key}` differs from that of `{optims[0].file}`",
-                hint="check for a file of an earlier save under the same tag",
+            raise _other_save_error(
+                files.root / optim.file,
+                f"the optimizer's `{key}` differs from that of `{optims[0].file}`",
             )
 
 

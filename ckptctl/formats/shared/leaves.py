@@ -169,6 +169,28 @@ def _build_container(level: Mapping[object, object]) -> object:
     return {key[1] if isinstance(key, tuple) else key: value for key, value in built.items()}
 
 
+def flatten_mappings(blobs: Iterable[Blob]) -> Iterator[Blob]:
+    """Yield *blobs*, with one for each item of dictionaries and counters that are values.
+
+    These are dictionaries with other keys than strings and integers, which become strings.
+    """
+    pending = [*blobs][::-1]
+    while pending:
+        blob = pending.pop()
+        if items := _get_items(blob.value):
+            leaves = flatten_object(items, lambda _: False, blob.path, where=blob.name)
+            pending += [Blob(join_path(path), path, value=leaf) for path, leaf in leaves][::-1]
+        else:
+            yield blob
+
+
+def _get_items(value: object) -> dict[object, object]:
+    """Return the items of a dictionary or counter with strings as keys, or an empty dictionary."""
+    if isinstance(value, Inert) and (value.module, value.name) == ("collections", "Counter"):
+        value = value.args[0] if value.args else None
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
 def is_empty_dict(blob: Blob) -> bool:
     """Return whether *blob* is an empty dictionary, or False if its value has not been read.
 

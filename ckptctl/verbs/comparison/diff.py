@@ -23,6 +23,7 @@ from ckptctl.errors import (
     rename_options_in_messages,
 )
 from ckptctl.formats.base import Weights
+from ckptctl.formats.shared.leaves import flatten_mappings
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.numerics.quantized import dequantize_catalog, find_quantized_tensors
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_by_name
@@ -225,6 +226,8 @@ def _apply_to_sides(
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     """Read the non-tensor values of *catalog*, and add entries for the tensors inside them.
 
+    Dictionaries that are values in some formats are flattened, as in all others.
+
     Returns:
         The new catalog, and the names of the tensors inside trainer state.
     """
@@ -232,6 +235,8 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     blobs = {**catalog.blobs, **read.blobs}
     unpacked_catalog, parts = unpack_tensors(replace(catalog, blobs=blobs), tuple(blobs))
     trainer_names = (names for leaf, names in parts.items() if is_outside_model(catalog, leaf))
+    leaves = {blob.name: blob for blob in flatten_mappings(unpacked_catalog.blobs.values())}
+    unpacked_catalog = replace(unpacked_catalog, blobs=leaves)
     return unpacked_catalog, frozenset(name for names in trainer_names for name in names)
 
 

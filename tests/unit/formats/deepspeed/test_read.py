@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -401,6 +403,52 @@ def test_files_of_two_zero_stages_are_several_saves(data: Path, tmp_path: Path) 
         copy / "mp_rank_00_model_states.pt",
     )
     assert "several saves" in error_of(copy).what
+
+
+class StandIn:
+    """Stands for DeepSpeed's loss scaler, which is not installed."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Read DeepSpeed's enums as integers, and its other objects as stand-ins."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("deepspeed."):
+            return int if "Enum" in name else StandIn
+        return super().find_class(module, name)
+
+
+PLAIN_PICKLE = SimpleNamespace(Unpickler=PlainUnpickler, __name__="plain_pickle")
+
+
+def inner_optimizer(content: dict[str, Any]) -> dict[str, Any]:
+    state = content["optimizer_state_dict"]
+    inner: dict[str, Any] = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    return inner
+
+
+@pytest.mark.parametrize("name", ["z1_bf16", "z3_fp32"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda inner: inner["state"][0].pop("exp_avg_sq"), "has no `exp_avg_sq`"),
+        (lambda inner: inner["state"].clear(), "has no `exp_avg`"),
+        (lambda inner: inner["param_groups"][0].update(lr=0.5), "`lr` differs"),
+    ],
+)
+def test_optimizer_that_differs_between_ranks_is_refused(
+    data: Path, tmp_path: Path, name: str, rank: int, change: Any, why: str
+) -> None:
+    copy = copied(sample(data, name), tmp_path)
+    (file,) = copy.rglob(f"*pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    content = torch.load(file, weights_only=False, pickle_module=PLAIN_PICKLE)
+    change(inner_optimizer(content))
+    torch.save(content, file)
+    error = error_of(copy)
+    assert "do not belong to one save" in error.what and why in str(error.why)
+    if "has no" in why:
+        assert str(error.where).endswith(file.name)
 
 
 def test_missing_optimizer_states_leave_module_weights_readable(data: Path, tmp_path: Path) -> None:
