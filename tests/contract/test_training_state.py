@@ -447,3 +447,17 @@ def test_dictionaries_with_other_keys_load_as_stock_dcp_saves_them(tmp_path: Pat
         loaded.append(flatten(found))
     assert not differences(*loaded)
     assert ckptctl.diff(source, tmp_path / "out").same
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({"include": ["model.*"]}, "model"), ({"exclude": ["model.*"]}, "step"), ({}, "both")],
+    ids=["include", "exclude", "neither"],
+)
+def test_globs_apply_to_full_names_of_training_state(
+    tmp_path: Path, options: Any, kept: str
+) -> None:
+    source = save_torch(tmp_path / "in.pt", {"model": dict(STATE), "step": torch.ones(2)})
+    ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", **options)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(found) == (["model", "step"] if kept == "both" else [kept])

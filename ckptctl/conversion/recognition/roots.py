@@ -313,28 +313,28 @@ def select_by_globs(
     if not (include or exclude):
         return selection, ()
     inner = [*selection.tensors, *selection.blobs]
-    names = [*inner, *(selection.rest if include_training_state else ())]
+    root = selection.root
+    outer = selection.rest if include_training_state else ()
+    names = [*(root + name for name in inner), *outer]
     for pattern in (*include, *exclude):
-        candidates = (*names, *missing_names)
-        if not any(_matches_any(name, selection.root, (pattern,)) for name in candidates):
-            raise unmatched_pattern_error([pattern], names)
+        candidates = (*names, *(root + name for name in missing_names))
+        if not any(_matches_any(name, root, (pattern,)) for name in candidates):
+            raise unmatched_pattern_error([pattern], [*inner, *outer])
     wanted_names = {
         name
         for name in names
-        if (not include or _matches_any(name, selection.root, include))
-        and not _matches_any(name, selection.root, exclude)
+        if (not include or _matches_any(name, root, include))
+        and not _matches_any(name, root, exclude)
     }
     selected = replace(
         selection,
-        tensors={name: entry for name, entry in selection.tensors.items() if name in wanted_names},
-        blobs={name: blob for name, blob in selection.blobs.items() if name in wanted_names},
+        tensors={n: entry for n, entry in selection.tensors.items() if root + n in wanted_names},
+        blobs={n: blob for n, blob in selection.blobs.items() if root + n in wanted_names},
         rest=tuple(
             name for name in selection.rest if name in wanted_names or not include_training_state
         ),
     )
-    unwanted_names = (selection.root + name for name in inner if name not in wanted_names)
-    outer = (name for name in selection.rest if include_training_state and name not in wanted_names)
-    return selected, (*unwanted_names, *outer)
+    return selected, tuple(name for name in names if name not in wanted_names)
 
 
 def is_selected(
@@ -349,8 +349,8 @@ def is_selected(
     is_inside = name.startswith(root) and (bool(root) or not is_outside_model(catalog, name))
     return (
         (is_inside or include_training_state)
-        and (not include or _matches_any(name.removeprefix(root), root, include))
-        and not _matches_any(name.removeprefix(root), root, exclude)
+        and (not include or _matches_any(name, root, include))
+        and not _matches_any(name, root, exclude)
     )
 
 
@@ -364,8 +364,10 @@ def unmatched_pattern_error(patterns: Sequence[str], names: Sequence[str]) -> Ma
 
 
 def _matches_any(name: str, root: str, patterns: Iterable[str]) -> bool:
+    """Return whether a pattern matches *name*, with or without the prefix *root* of the model."""
+    inner_name = name.removeprefix(root)
     return any(
-        fnmatchcase(name, pattern) or fnmatchcase(root + name, pattern) for pattern in patterns
+        fnmatchcase(inner_name, pattern) or fnmatchcase(name, pattern) for pattern in patterns
     )
 
 

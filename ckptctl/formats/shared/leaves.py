@@ -255,7 +255,7 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
     """
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
-    hidden: list[str] = []
+    hidden: list[Blob] = []
     for blob in blobs:
         name = _find_unknown_class(blob.value)
         if name is not None:
@@ -266,15 +266,15 @@ def require_known_classes(blobs: Iterable[Blob], *, verbatim: bool = False) -> N
             )
         tensors = (isinstance(node, StoredTensor) for node in walk_values(blob.value))
         if not (verbatim and blob.file) and any(tensors):
-            hidden.append(blob.name)
+            hidden.append(blob)
     if hidden:
+        can_copy = all(blob.file for blob in hidden)
+        copying = f", or copy DCP items with {format_option('--to dcp')}" if can_copy else ""
         raise RefusedError(
             f"{pluralize(len(hidden), 'value contains', 'values contain')} tensors inside of "
             "objects",
-            where=quote_names(hidden),
-            hint=f"skip them with {format_option('--exclude GLOB', command='convert')}, or "
-            "copy DCP "
-            f"items with {format_option('--to dcp')}",
+            where=quote_names([blob.name for blob in hidden]),
+            hint=f"skip them with {format_option('--exclude GLOB', command='convert')}{copying}",
         )
 
 
