@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptctl.catalog import Blob, Catalog, TupleIndex
+from ckptctl.catalog import Blob, Catalog, Index, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, quote_names
 from ckptctl.formats.base import (
     DEFAULT_READ_OPTIONS,
@@ -180,7 +180,9 @@ def _list_unsupported_notes(request: OutputRequest) -> Iterator[str]:
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:
         yield f"DCP does not support tied tensors; each is written in full: {quote_names(aliases)}"
-    integer_keyed = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
+    integer_keyed = [
+        leaf.name for leaf in leaves if not all(isinstance(key, str | Index) for key in leaf.path)
+    ]
     if integer_keyed:
         yield (
             f"DCP does not support integer keys; they become strings: {quote_names(integer_keyed)}"
