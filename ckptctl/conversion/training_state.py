@@ -131,7 +131,8 @@ class _StateMapper:
         for composed in compose_tensors(change.tensors).values():
             for key in dict.fromkeys(self._iterate_parameters(composed)):
                 self.targets.setdefault(key, []).append(composed)
-        self.shapes = {self.entries[root + name].shape for name in self.targets}
+        parameters = (self.entries.get(root + name) for name in self.targets)
+        self.shapes = {parameter.shape for parameter in parameters if parameter}
         self.counters: dict[str, str] = {}
         # Parts of a target and their list, by keys of the list (without indices) and target.
         self.lists: dict[tuple[tuple[str | int | None, ...], str], tuple[set[str], str]] = {}

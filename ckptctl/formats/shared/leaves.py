@@ -185,10 +185,16 @@ def flatten_mappings(blobs: Iterable[Blob]) -> Iterator[Blob]:
 
 
 def _get_items(value: object) -> dict[object, object]:
-    """Return the items of a dictionary or counter with strings as keys, or an empty dictionary."""
+    """Return the items of a dictionary or counter with strings as keys.
+
+    The result is empty if *value* is neither, or if two keys would become the same string.
+    """
     if isinstance(value, Inert) and (value.module, value.name) == ("collections", "Counter"):
         value = value.args[0] if value.args else None
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    items: dict[object, object] = {str(key): item for key, item in value.items()}
+    return items if len(items) == len(value) else {}
 
 
 def is_empty_dict(blob: Blob) -> bool:
