@@ -162,11 +162,13 @@ class _StateMapper:
         Such tensors, as in optimizers that number the parameters, cannot be mapped.
         """
         parts = entry.name.lower().split(".")
+        is_numbered = any(part.isdecimal() for part in parts[-2:])
+        has_parameter_shape = entry.shape in self.shapes
         return (
             parts[0].startswith("opt")
             or "state" in parts
             or any(part in PARAMETER_COPIES or _STATISTIC_PATTERN.search(part) for part in parts)
-            or (entry.shape in self.shapes and entry.dtype.startswith(("float", "bfloat")))
+            or (is_numbered and has_parameter_shape and entry.dtype.startswith(("float", "bfloat")))
         )
 
     def _keep_tensor(self, entry: TensorEntry, path: Path, name: str) -> None:

@@ -383,12 +383,18 @@ def test_parameter_names_in_values_follow_the_layout(tmp_path: Path, prefix: str
         {"adam": {0: {"exp_avg": torch.zeros(3)}}},
         {"trainer": {"optimizer": {0: {"momentum_buffer": torch.zeros(3)}}}},
         {"ema": {"shadow_params": [value.clone() for value in STATE.values()]}},
+        {"lion": {0: {"m": next(iter(STATE.values())).clone()}}},
     ],
-    ids=["state", "adam", "nested", "ema"],
+    ids=["state", "adam", "nested", "ema", "lion"],
 )
 def test_state_of_numbered_parameters_is_refused(tmp_path: Path, state: Any) -> None:
     with pytest.raises(RefusedError, match="cannot map optimizer state to its parameter"):
         to_meta(tmp_path, state)
+
+
+def test_second_model_with_other_names_is_copied(tmp_path: Path) -> None:
+    teacher = {f"layers.{n}.attention.out": value for n, value in enumerate(STATE.values())}
+    assert not differences(to_meta(tmp_path, {"teacher": teacher})["teacher"], teacher)
 
 
 def test_nested_state_stays_nested(tmp_path: Path) -> None:
