@@ -97,14 +97,15 @@ def detect_layouts(
     arguments = _DetectionArguments(
         shapes, kinds, known_kinds, (config, params), ranks, prefer, root
     )
-    # Only layouts that know every key are exact. Then the tables of most families are not parsed.
+    # Layouts that know every key come before all others, so that the tables of most families are
+    # not parsed.
     for share in dict.fromkeys((1.0, min_share)):
         candidates: list[Candidate] = []
         for family_name, evidence in evidence_by_name.items():
             family = families[family_name]
             if names := _list_plausible_layouts(family, arguments, share):
                 candidates += _list_candidates(family, names, arguments, share, evidence)
-        if any(candidate.is_exact for candidate in candidates):
+        if candidates:
             break
     # Most known keys first, then fewest missing ones. Exact candidates come before all others.
     ranked = [(c.is_exact, c.share, -len(c.missing)) for c in candidates]
