@@ -67,9 +67,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     """Say how long it will take."""
     if hasattr(config, "workerinput") or not _asks_for_all(config):
         return None
-    return (
-        "all tests: about 5 minutes on two cores; `pytest tests/unit/planner`, say, a few seconds"
-    )
+    return "all tests: 3 to 5 minutes on two cores; `pytest tests/unit/planner`, say, a few seconds"
 
 
 def _asks_for_all(config: pytest.Config) -> bool:

@@ -244,7 +244,7 @@ class _StateMapper:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def map_blob(self, blob: Blob) -> None:
-        """Map a non-tensor value, and rename the parameters in lists of names in the value."""
+        """Map a non-tensor value, and rename the parameters that it names."""
         value = self._rename_parameters(blob.value, blob.path)
         if not is_same_value(value, blob.value):
             blob = replace(blob, value=value, file=None)
@@ -296,7 +296,7 @@ class _StateMapper:
         return _replace_text(text, parameter, targets[0].key)
 
     def _rename_list(self, items: Collection[str], path: Path) -> Iterator[str]:
-        """Yield *items* with the parameter names of the output, each of which only once."""
+        """Yield *items* with the parameter names of the output, and each parameter only once."""
         parts: dict[str, set[str]] = {}
         for item in items:
             parameter = self._find_parameter(item)

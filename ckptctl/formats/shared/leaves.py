@@ -170,9 +170,10 @@ def _build_container(level: Mapping[object, object]) -> object:
 
 
 def flatten_mappings(blobs: Iterable[Blob]) -> Iterator[Blob]:
-    """Yield *blobs*, with one for each item of dictionaries and counters that are values.
+    """Yield *blobs*, with a separate value for each item of dictionaries and counters.
 
-    These are dictionaries with other keys than strings and integers, which become strings.
+    Keys become strings. :func:`flatten_object` keeps dictionaries that have other keys than strings
+    and integers, and DCP saves of torch 2.3 and earlier store dictionaries as values.
     """
     pending = [*blobs][::-1]
     while pending:
